@@ -1,0 +1,387 @@
+"""Configuration: frozen dataclasses from environment (``FINEINFER_*``) < YAML < flags; resolved once (no torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "FINEINFER_"
+_SIZE_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((f"{letter}ib", 1024), (f"{letter}b", 1000), (letter, 1024))
+}
+
+
+class ConfigError(ValueError):
+    """A value, key or combination that cannot be used; the message is one line for the user."""
+
+
+# ---------------------------------------------------------------- parsers: raw value of any source -> typed value
+
+
+def parse_size(raw: object) -> int:
+    """``4294967296``, ``'4GiB'``, ``'500MB'`` or ``'2G'`` (binary) -> bytes."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(raw).lower())
+    if match is None or match[2] not in _SIZE_UNITS:
+        raise ValueError("expected a size such as 4GiB, 500MB or a number of bytes")
+    num_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]])
+    if num_bytes <= 0:
+        raise ValueError("must be more than 0 bytes")
+    return num_bytes
+
+
+def _text(raw: object) -> str:
+    if isinstance(raw, (dict, list, bool)) or not str(raw).strip():
+        raise ValueError("expected a text")
+    return str(raw).strip()
+
+
+def _path(raw: object) -> Path:
+    return Path(_text(raw)).expanduser().absolute()
+
+
+def _names(raw: object) -> tuple[str, ...]:
+    items = raw if isinstance(raw, (list, tuple)) else str(raw).split(",")
+    names = tuple(str(item).strip() for item in items if str(item).strip())
+    if not names:
+        raise ValueError("expected at least one entry")
+    return names
+
+
+def _one_of(*choices: str) -> Callable[[object], str]:
+    def parse(raw: object) -> str:
+        if str(raw) not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return str(raw)
+
+    return parse
+
+
+def _int(low: int, high: int | None = None) -> Callable[[object], int]:
+    def parse(raw: object) -> int:
+        if isinstance(raw, bool) or not re.fullmatch(r"[+-]?[0-9]+", str(raw).strip()):
+            raise ValueError("expected a whole number")
+        value = int(str(raw))
+        if value < low or (high is not None and value > high):
+            raise ValueError(f"must be at least {low}" if high is None else f"must be between {low} and {high}")
+        return value
+
+    return parse
+
+
+def _float(low: float, high: float = math.inf, *, low_open: bool = False) -> Callable[[object], float]:
+    def parse(raw: object) -> float:
+        try:
+            value = float(str(raw))
+        except ValueError:
+            raise ValueError("expected a number") from None
+        if isinstance(raw, bool) or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
+            bound = f"more than {low}" if low_open else f"at least {low}"
+            raise ValueError(f"must be {bound}" + ("" if high == math.inf else f" and at most {high}"))
+        return value
+
+    return parse
+
+
+def _metrics_prefix(raw: object) -> str:
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*[:_]", str(raw)):
+        raise ValueError("expected letters, digits and _ ending in ':' or '_', such as fineinfer: or vllm:")
+    return str(raw)
+
+
+def _setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
+
+
+# ---------------------------------------------------------------- groups; every field is a flag of `fineinfer serve`
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which weights are served and how they are loaded."""
+
+    model: str | None = _setting(None, _text, "MODEL", "Folder, .gguf file or hub id; without it the embedded model.")
+    served_model_name: str | None = _setting(None, _text, "NAME", "Name of the base model in the API.")
+    dtype: str = _setting(
+        "auto",
+        _one_of("auto", "float32", "bfloat16", "float16"),
+        "TYPE",
+        "auto | float32 | bfloat16 | float16; auto: the checkpoint's type on CUDA, float32 on the CPU.",
+    )
+    device: str = _setting("auto", _one_of("auto", "cpu", "cuda"), "DEVICE", "auto | cpu | cuda.")
+    load_format: str = _setting(
+        "auto", _one_of("auto", "dummy"), "FORMAT", "auto | dummy; dummy: random weights of the model's shape."
+    )
+    revision: str | None = _setting(None, _text, "REV", "Branch, tag or commit of a hub model.")
+    max_model_len: int | None = _setting(None, _int(1), "TOKENS", "Longest prompt + output; default: the model's own.")
+    num_threads: int | None = _setting(None, _int(1), "N", "CPU threads of one operation in the engine.")
+    seed: int = _setting(0, _int(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """How much memory the engine may use and what for; sizes in bytes."""
+
+    memory_budget: int | None = _setting(
+        None, parse_size, "SIZE", "All memory the engine may use, such as 4GiB; default: measured at start."
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9, _float(0, 1, low_open=True), "FRACTION", "Part of the GPU's memory taken when no budget is given."
+    )
+    kv_cache_memory_bytes: int | None = _setting(
+        None, parse_size, "SIZE", "Size of the KV pool; default: what the budget leaves."
+    )
+    max_loras: int = _setting(8, _int(1, 1024), "N", "Adapters in memory at once.")
+    max_lora_rank: int = _setting(64, _int(1, 512), "N", "Largest adapter rank that can be served.")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Who runs when: requests beside each other, and training between them."""
+
+    policy: str = _setting(
+        "deferred",
+        _one_of("deferred", "inference-first", "train-first"),
+        "NAME",
+        "deferred | inference-first | train-first: how training and requests share the engine.",
+    )
+    deferral_bound_s: float = _setting(
+        1.0, _float(0), "SECONDS", "deferred: longest a waiting request may be held back for training."
+    )
+    max_num_seqs: int | None = _setting(
+        None, _int(1), "N", "Most requests that run at once; default: 64 on the CPU, 256 on CUDA."
+    )
+    max_num_batched_tokens: int | None = _setting(
+        None, _int(1), "TOKENS", "Most tokens of one engine step; default: chosen by device."
+    )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP side and the life of the processes."""
+
+    host: str = _setting("127.0.0.1", _text, "ADDRESS", "Address to listen on; others than loopback need --api-key.")
+    port: int = _setting(8000, _int(1, 65535), "PORT", "TCP port to listen on.")
+    api_key: tuple[str, ...] = _setting(
+        (), _names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
+    )
+    api_server_count: int = _setting(1, _int(1, 64), "N", "Number of API worker processes.")
+    state_dir: Path = _setting(
+        Path("~/.fineinfer"), _path, "DIR", "Where jobs, files and adapters are kept; default: ~/.fineinfer."
+    )
+    shutdown_timeout: float = _setting(
+        30.0, _float(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
+    )
+    metrics_prefix: str = _setting(
+        "fineinfer:", _metrics_prefix, "PREFIX", "Prefix of metric names; vllm: fits vLLM's dashboards."
+    )
+    log_level: str = _setting(
+        "info", _one_of("debug", "info", "warning", "error"), "LEVEL", "debug | info | warning | error."
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The adapter that is trained from the start; None means ``auto``, resolved from the data at job creation."""
+
+    lora_train: Path | None = _setting(None, _path, "FILE", "Chat JSONL to train an adapter on beside serving.")
+    lora_train_name: str = _setting("my-lora", _text, "NAME", "Name under which that adapter is served.")
+    lora_r: int | None = _setting(None, _int(1, 512), "N", "Adapter rank (default 16).")
+    lora_alpha: float | None = _setting(None, _float(0, low_open=True), "X", "Adapter alpha (default 2 x rank).")
+    lora_target_modules: tuple[str, ...] | None = _setting(
+        None, _names, "NAMES", "Layers to adapt, such as q_proj,v_proj (default: all linear layers)."
+    )
+    epochs: int | None = _setting(None, _int(1), "N", "Passes over the data (default 3).")
+    batch_size: int | None = _setting(None, _int(1), "N", "Examples of one optimizer update.")
+    gradient_accumulation_steps: int | None = _setting(None, _int(1), "N", "Micro-batches of one optimizer update.")
+    max_seq_length: int | None = _setting(None, _int(1), "TOKENS", "Longer examples are cut here (default 2048).")
+    save_steps: int | None = _setting(None, _int(1), "N", "Updates between checkpoints (default: each epoch).")
+    recompute: str | None = _setting(
+        None,
+        _one_of("auto", "never", "always"),
+        "MODE",
+        "auto | never | always: recompute layers in backward.",
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer of the adapter that is trained from the start; None means ``auto``."""
+
+    learning_rate: float | None = _setting(None, _float(0, low_open=True), "LR", "Peak learning rate (default 2e-4).")
+    lr_scheduler: str | None = _setting(
+        None, _one_of("cosine", "linear", "constant"), "NAME", "cosine | linear | constant (default cosine)."
+    )
+    warmup_ratio: float | None = _setting(None, _float(0, 1), "FRACTION", "Part of the updates that warm up (0.03).")
+    weight_decay: float | None = _setting(None, _float(0), "X", "Decoupled weight decay (default 0).")
+    max_grad_norm: float | None = _setting(None, _float(0, low_open=True), "X", "Clip the gradient here (default 1).")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything `fineinfer serve` was told, resolved; each group says what its fields mean."""
+
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names."""
+        train, optimizer = self.train, dataclasses.asdict(self.optimizer)
+        lora = {"r": train.lora_r, "alpha": train.lora_alpha, "target_modules": train.lora_target_modules}
+        flat = optimizer | {
+            "n_epochs": train.epochs,
+            "batch_size": train.batch_size,
+            "gradient_accumulation_steps": train.gradient_accumulation_steps,
+            "max_seq_length": train.max_seq_length,
+            "save_steps": train.save_steps,
+            "recompute": train.recompute,
+            "lora": {key: list(v) if isinstance(v, tuple) else v for key, v in lora.items() if v is not None} or None,
+        }
+        return {key: value for key, value in flat.items() if value is not None}
+
+
+_GROUPS: dict[str, type] = {group.name: type(group.default) for group in dataclasses.fields(Config)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting as the command line sees it."""
+
+    name: str
+    metavar: str
+    help: str
+    default: Any
+    parse: Callable[[object], Any]
+    group: str
+
+    @property
+    def flag(self) -> str:
+        """Its flag, such as ``--max-model-len``."""
+        return "--" + self.name.replace("_", "-")
+
+
+SETTINGS: dict[str, Setting] = {
+    item.name: Setting(
+        item.name, item.metadata["metavar"], item.metadata["help"], item.default, item.metadata["parse"], group
+    )
+    for group, cls in _GROUPS.items()
+    for item in dataclasses.fields(cls)
+}
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+) -> Config:
+    """Merge the three sources and check the result.
+
+    Args:
+        flags: Setting name -> value as typed by the user; None values count as not given. Strongest.
+        env: The environment; ``FINEINFER_PORT=9000`` sets ``port``. Weakest.
+        config_file: YAML file with setting names (``max-model-len`` or ``max_model_len``) as keys.
+
+    Raises:
+        ConfigError: Unknown key, bad value, missing file, or an open address without an API key.
+    """
+    values: dict[str, Any] = {}
+    for name, raw in (env or {}).items():
+        setting = SETTINGS.get(name.removeprefix(ENV_PREFIX).lower()) if name.startswith(ENV_PREFIX) else None
+        if setting is not None and raw != "":
+            values[setting.name] = _parse(setting, raw, name)
+    if config_file is not None:
+        values |= _read_yaml(Path(config_file))
+    for name, raw in (flags or {}).items():
+        if raw is not None:
+            setting = _lookup(name, "flag")
+            values[name] = _parse(setting, raw, setting.flag if name != "model" else "MODEL")
+    values["state_dir"] = _path(values.get("state_dir", SETTINGS["state_dir"].default))
+    groups = {
+        group: cls(**{name: value for name, value in values.items() if SETTINGS[name].group == group})
+        for group, cls in _GROUPS.items()
+    }
+    config = Config(**groups)
+    _check(config)
+    return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check(config: Config) -> None:
+    if not is_loopback(config.server.host) and not config.server.api_key:
+        raise ConfigError(
+            f"--host {config.server.host} is reachable from other machines: set --api-key or FINEINFER_API_KEY, "
+            "or listen on 127.0.0.1"
+        )
+    if config.train.lora_train is None:
+        return
+    if not config.train.lora_train.is_file():
+        raise ConfigError(f"--lora-train: no such file: {config.train.lora_train}")
+    if config.train.lora_r is not None and config.train.lora_r > config.memory.max_lora_rank:
+        raise ConfigError(
+            f"--lora-r {config.train.lora_r} is above --max-lora-rank {config.memory.max_lora_rank}: "
+            "the adapter could not be served"
+        )
+
+
+def _lookup(name: str, kind: str) -> Setting:
+    setting = SETTINGS.get(name)
+    if setting is None:
+        close = difflib.get_close_matches(name, SETTINGS, n=1)
+        raise ConfigError(f"unknown {kind} '{name}'" + (f" (did you mean '{close[0]}'?)" if close else ""))
+    return setting
+
+
+def _parse(setting: Setting, raw: object, source: str) -> Any:
+    try:
+        return setting.parse(raw)
+    except (ValueError, OverflowError) as error:
+        shown = "***" if setting.name == "api_key" else repr(raw)
+        raise ConfigError(f"{source}: {error}, got {shown}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # 20 ms that `--help` does not need
+
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: expected 'key: value' lines")
+    values = {}
+    for key, raw in document.items():
+        try:
+            setting = _lookup(str(key).replace("-", "_"), "key")
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        if raw is not None:
+            values[setting.name] = _parse(setting, raw, f"{path}: {key}")
+    return values

@@ -1,0 +1,221 @@
+"""The engine loop: drain the inbox, plan, run, commit, send; one slice of training between two looks at the inbox."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.engine.inbox import Inbox, RequestDesk, now_s
+from fineinfer.engine.memory_ladder import MemoryLadder
+from fineinfer.engine.outbox import Outbox
+from fineinfer.engine.statistics import Counters
+from fineinfer.engine.training_host import TrainingHost
+from fineinfer.messages import (
+    AdapterRejected,
+    CancelJob,
+    Drain,
+    Drained,
+    RemoveAdapter,
+    RequestOutput,
+    ResizeKV,
+    SetAdapter,
+    StartJob,
+    ToEngine,
+)
+from fineinfer.request import FinishReason
+from fineinfer.runner.model_runner import ChunkResult, ModelRunner
+from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.scheduler.plan import Chunk, StepPlan
+from fineinfer.scheduler.scheduler import Scheduler
+from fineinfer.scheduler.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.1
+STATS_PERIOD_S = 1.0
+
+
+class EngineLoop:
+    """Owns nothing but the order of things; every part it calls owns its own state.
+
+    Args:
+        inbox: Messages in.
+        outbox: Messages out.
+        desk: Open requests.
+        scheduler: Plans.
+        runner: Inference slices.
+        training: Training slices.
+        ladder: Memory.
+        adapters: Adapter versions.
+        latency: Slice times.
+        counters: For the statistics.
+        eos_token_ids: The model's end tokens.
+    """
+
+    def __init__(  # parts of one process, wired once in process.py
+        self,
+        inbox: Inbox,
+        outbox: Outbox,
+        desk: RequestDesk,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        training: TrainingHost,
+        ladder: MemoryLadder,
+        adapters: AdapterRegistry,
+        latency: LatencyModel,
+        counters: Counters,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self._inbox, self._outbox, self._desk = inbox, outbox, desk
+        self._scheduler, self._runner, self._training = scheduler, runner, training
+        self._ladder, self._adapters, self._latency = ladder, adapters, latency
+        self._counters = counters
+        self._eos = frozenset(eos_token_ids)
+        self._drain_until_s: float | None = None
+        self._stats_at_s = 0.0
+        self.stopped = False
+
+    def run(self) -> None:
+        """Step until drained."""
+        while not self.stopped:
+            if not self.step():
+                self._inbox.wait(IDLE_WAIT_S)
+
+    def step(self) -> bool:
+        """One turn.
+
+        Returns:
+            False if there was nothing to do.
+        """
+        self._handle(self._inbox.drain())
+        plan = self._scheduler.plan(now_s(), self._training.state(now_s()))
+        worked = self._run_inference(plan)
+        waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
+        if plan.train or (waits_for_training and not worked):
+            worked = self._training.run_unit() or worked
+            self._counters.training_units += 1
+        self._finish_turn()
+        return worked
+
+    def _finish_turn(self) -> None:
+        self._outbox.flush()
+        if now_s() - self._stats_at_s >= STATS_PERIOD_S:
+            self._stats_at_s = now_s()
+            self._outbox.broadcast_stats()
+        if self._drain_until_s is not None and (self._scheduler.is_idle() or now_s() > self._drain_until_s):
+            self._stop()
+
+    # ------------------------------------------------------------ inference
+
+    def _run_inference(self, plan: StepPlan) -> bool:
+        if not plan.chunks:
+            return False
+        started_s = time.perf_counter()
+        try:
+            results = self._runner.run(plan.chunks)
+        except Exception:
+            logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
+            results = self._run_one_by_one(plan.chunks)
+        kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
+        self._latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
+        for result in results:
+            self._commit(result)
+        return True
+
+    def _run_one_by_one(self, chunks: tuple[Chunk, ...]) -> list[ChunkResult]:
+        """Find the request that breaks the forward; the others go on."""
+        results: list[ChunkResult] = []
+        for chunk in chunks:
+            try:
+                results.extend(self._runner.run((chunk,)))
+            except Exception as error:
+                logger.warning("request %s failed: %s", chunk.sequence.request_id, error)
+                results.append(ChunkResult(chunk, None, failed=True))
+        return results
+
+    def _commit(self, result: ChunkResult) -> None:
+        """Record what a chunk produced, send its token, end the request if it is done."""
+        sequence, first = result.chunk.sequence, not result.chunk.sequence.output
+        if result.failed:
+            self._desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
+            return
+        self._scheduler.commit(result.chunk, result.token_id)
+        if sequence.num_preemptions == 0:
+            stop = min(result.chunk.start + result.chunk.length, len(sequence.prompt))
+            self._counters.prompt_tokens += max(0, stop - result.chunk.start)
+        if result.token_id is None:
+            return
+        self._counters.generation_tokens += 1
+        reason, stop_token_id = self._end_of(sequence, result.token_id)
+        self._outbox.put(
+            sequence.peer,
+            RequestOutput(
+                request_id=sequence.request_id,
+                token_ids=[result.token_id],
+                logprobs=None if result.logprob is None else [result.logprob],
+                prompt_logprobs=sequence.prompt_logprobs or None if first else None,
+                finish_reason=reason,
+                stop_token_id=stop_token_id,
+                adapter_version=sequence.adapter_version,
+                adapter_step=sequence.adapter_step,
+                queue_s=(sequence.first_scheduled_s or now_s()) - sequence.arrival_s if first else None,
+            ),
+        )
+        if reason is not None:
+            self._desk.release(sequence, reason)
+
+    def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
+        if len(sequence.output) >= sequence.sampling.min_tokens:
+            if token_id in sequence.sampling.stop_token_ids:
+                return FinishReason.STOP, token_id
+            if token_id in self._eos and not sequence.sampling.ignore_eos:
+                return FinishReason.STOP, None
+        return (FinishReason.LENGTH, None) if sequence.max_output_left <= 0 else (None, None)
+
+    def _make_room(self, plan: StepPlan) -> bool:
+        dropped_before = self._ladder.num_dropped_layers
+        enough = self._ladder.make_room(plan.slots_wanted, self._training.trainer, now_s())
+        dropped = self._ladder.num_dropped_layers - dropped_before
+        if dropped:
+            message = f"gave the activations of {dropped} layers to waiting requests; they are recomputed"
+            self._training.note("info", message, layers=dropped)
+        return enough
+
+    # ------------------------------------------------------------ everything else
+
+    def _handle(self, messages: list[tuple[bytes, ToEngine]]) -> None:
+        for _, message in messages:
+            if isinstance(message, StartJob):
+                if self._drain_until_s is None:
+                    self._training.start(message)
+            elif isinstance(message, CancelJob):
+                self._training.cancel(message.job_id)
+            elif isinstance(message, SetAdapter):
+                self._set_adapter(message)
+            elif isinstance(message, RemoveAdapter):
+                self._adapters.remove(message.name)
+            elif isinstance(message, ResizeKV):
+                self._ladder.resize_kv(message.num_slots)
+            elif isinstance(message, Drain):
+                self._desk.draining = True
+                self._drain_until_s = now_s() + message.timeout_s
+                self._training.park()
+
+    def _set_adapter(self, message: SetAdapter) -> None:
+        try:
+            self._adapters.register(
+                message.name, message.step, message.version, Path(message.directory), current=message.current
+            )
+        except Exception as error:
+            logger.warning("adapter %s@%d rejected: %s", message.name, message.step, error)
+            self._outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
+
+    def _stop(self) -> None:
+        """Requests that did not finish in time get their terminal message, then the process may exit."""
+        for sequence in list(self._desk.open.values()):
+            self._desk.end(sequence, FinishReason.ERROR, "engine_overloaded", "The server is shutting down.")
+        self._outbox.notify(Drained())
+        self._outbox.flush()
+        self.stopped = True

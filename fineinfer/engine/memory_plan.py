@@ -1,0 +1,143 @@
+"""The engine's memory at start: what is measured, what is planned, and what is left for the KV pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from fineinfer.engine.settings import EngineSettings
+
+GIB = 1 << 30
+CPU_BUDGET_SHARE = 0.5  # of the memory available at start: a laptop's owner keeps the other half
+CUDA_TRAINING_SHARE = 0.5  # of what weights, workspace and adapters leave: the pool cannot shrink there yet
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+# rows of one forward: a CPU prefill chunk of 512 rows of a 135M model takes about half a second, the bound on how
+# long one prompt may hold up the others' tokens
+DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
+MIN_SLOTS = 64
+
+
+class MemoryPlanError(Exception):
+    """The budget cannot hold the model and a usable pool; the message shows the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by owner, and the pool's size in slots.
+
+    Attributes:
+        budget: All memory the engine may use.
+        weights: Base weights.
+        workspace: Peak of the largest serving forward above the weights, measured by a dry run.
+        adapters: Adapter slots.
+        kv_slots_max: Most slots the pool can ever have.
+        kv_slots_now: Slots at start.
+        bytes_per_slot: K and V of one token over all layers.
+        elastic: Whether the pool can shrink and grow.
+    """
+
+    budget: int
+    weights: int
+    workspace: int
+    adapters: int
+    kv_slots_max: int
+    kv_slots_now: int
+    bytes_per_slot: int
+    elastic: bool
+
+    def as_dict(self) -> dict[str, int]:
+        """For EngineInfo: bytes by owner."""
+        return {
+            "budget": self.budget,
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "adapters": self.adapters,
+            "kv_max": self.kv_slots_max * self.bytes_per_slot,
+            "kv_now": self.kv_slots_now * self.bytes_per_slot,
+        }
+
+
+def memory_budget(settings: EngineSettings, device: torch.device) -> int:
+    """Bytes the engine may use: as told, else a share of what is there."""
+    if settings.memory_budget is not None:
+        return settings.memory_budget
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        taken_by_others = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+        return int(total * settings.gpu_memory_utilization) - max(0, taken_by_others)
+    return int(psutil.virtual_memory().available * CPU_BUDGET_SHARE)
+
+
+def measure_workspace(forward: Callable[[], object], device: torch.device) -> int:
+    """Peak bytes that a forward takes above what is held before it.
+
+    Args:
+        forward: Runs the largest forward that serving can ask for.
+        device: Where it runs.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        forward()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    forward()  # once unmeasured: thread pools and library buffers are not workspace
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
+    except OSError:
+        return 256 << 20  # no way to measure here: more than the 512-row forward of a 1B model takes
+    before = _status_bytes("VmRSS")
+    forward()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def make_plan(
+    settings: EngineSettings, budget: int, fixed: dict[str, int], bytes_per_slot: int, max_slots: int, elastic: bool
+) -> MemoryPlan:
+    """Divide the budget.
+
+    Args:
+        settings: For an explicit KV size.
+        budget: Bytes in all.
+        fixed: Bytes of ``weights``, ``workspace`` and ``adapters``.
+        bytes_per_slot: K and V of one token.
+        max_slots: More than this the requests could never use.
+        elastic: Whether the pool can give memory to training later.
+
+    Raises:
+        MemoryPlanError: Nothing usable is left for the pool.
+    """
+    left = budget - sum(fixed.values())
+    kv_bytes = left if elastic else int(left * (1 - CUDA_TRAINING_SHARE))
+    if settings.kv_cache_memory_bytes is not None:
+        kv_bytes = settings.kv_cache_memory_bytes
+    slots = min(max_slots, max(0, kv_bytes) // bytes_per_slot)
+    if slots < MIN_SLOTS or slots * bytes_per_slot > left:
+        arithmetic = " - ".join(f"{name} {size / GIB:.2f}" for name, size in fixed.items())
+        raise MemoryPlanError(
+            f"memory budget {budget / GIB:.2f} GiB - {arithmetic} = {left / GIB:.2f} GiB, but the KV pool needs "
+            f"{max(slots, MIN_SLOTS) * bytes_per_slot / GIB:.2f} GiB; raise --memory-budget or lower "
+            "--max-num-batched-tokens, --max-loras or --max-lora-rank"
+        )
+    return MemoryPlan(
+        budget=budget,
+        kv_slots_max=slots,
+        kv_slots_now=slots,
+        bytes_per_slot=bytes_per_slot,
+        elastic=elastic,
+        **fixed,
+    )

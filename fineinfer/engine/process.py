@@ -1,0 +1,222 @@
+"""Entry of the engine process: load, measure, plan, wire the parts, run the loop."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.engine.inbox import Inbox, RequestDesk
+from fineinfer.engine.loop import EngineLoop
+from fineinfer.engine.memory_ladder import KV, MemoryLadder
+from fineinfer.engine.memory_plan import (
+    DEFAULT_MAX_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    MemoryPlan,
+    MemoryPlanError,
+    make_plan,
+    measure_workspace,
+    memory_budget,
+)
+from fineinfer.engine.outbox import Outbox
+from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.statistics import Counters, StatisticsSource
+from fineinfer.engine.training_host import TrainingHost
+from fineinfer.ipc import Router
+from fineinfer.memory.governor import MemoryGovernor
+from fineinfer.memory.host import set_malloc_thresholds, trim_heap
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.memory.kv_pool import KVPool, KVSpec
+from fineinfer.messages import EngineInfo, FromEngine, ToEngine
+from fineinfer.model.errors import ModelLoadError
+from fineinfer.model.loader import LoadedModel, load_model
+from fineinfer.request import SamplingParams
+from fineinfer.runner.model_runner import ModelRunner
+from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.scheduler.plan import Chunk
+from fineinfer.scheduler.policy import POLICIES
+from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from fineinfer.scheduler.sequence import Sequence
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the engine whose settings file is argv[1]; the ipc token is in the environment."""
+    die_with_parent()
+    logging.basicConfig(level=logging.WARNING, format="engine: %(message)s")
+    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSettings)
+    token = bytes.fromhex(os.environ["FINEINFER_IPC_TOKEN"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor drains; a terminal's Ctrl-C must not break a step
+    try:
+        loop = build_engine(settings, token)
+    except (ModelLoadError, MemoryPlanError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    loop.run()
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, so that a killed server leaves nothing behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
+    """Load the model, size the pool by a measured dry run and wire the loop.
+
+    Raises:
+        ModelLoadError: The model cannot be loaded.
+        MemoryPlanError: The memory budget is too small.
+        ValueError: A setting that only the model can judge, such as a context length beyond its own.
+    """
+    set_malloc_thresholds()
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    device = pick_device(settings.device)
+    budget = memory_budget(settings, device)
+    model = load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=device.type,
+        load_format=settings.load_format,
+        revision=settings.revision,
+        seed=settings.seed,
+    )
+    max_model_len = pick_context_length(settings, model)
+    limits = SchedulerLimits(
+        settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
+        settings.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type],
+        settings.deferral_bound_s,
+    )
+    spec, dtype = model.spec, next(model.decoder.parameters()).dtype
+    adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
+    kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    plan = plan_memory(settings, budget, model, adapters, kv_spec, limits, max_model_len, device)
+    kv_cache = KVCache(
+        plan.kv_slots_now,
+        limits.max_num_seqs,
+        min(max_model_len, plan.kv_slots_max),
+        pool=KVPool(kv_spec, plan.kv_slots_max, device),
+    )
+    governor = MemoryGovernor(plan.budget)
+    for owner, size in (("weights", plan.weights), ("workspace", plan.workspace), ("adapters", plan.adapters)):
+        governor.lease(owner, size)
+    governor.lease(KV, plan.kv_slots_now * plan.bytes_per_slot)
+    return wire(settings, token, model, adapters, kv_cache, governor, limits, plan, max_model_len, device)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one; asking for CUDA without one is an error."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no usable CUDA device")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_context_length(settings: EngineSettings, model: LoadedModel) -> int:
+    """The model's own context length, or a shorter one as asked."""
+    own = model.spec.max_position_embeddings
+    if settings.max_model_len is not None and settings.max_model_len > own:
+        raise ValueError(f"--max-model-len {settings.max_model_len} exceeds the model's {own} positions")
+    return settings.max_model_len or own
+
+
+def plan_memory(
+    settings: EngineSettings,
+    budget: int,
+    model: LoadedModel,
+    adapters: AdapterRegistry,
+    kv_spec: KVSpec,
+    limits: SchedulerLimits,
+    max_model_len: int,
+    device: torch.device,
+) -> MemoryPlan:
+    """Measure the largest serving forward on a throw-away pool, then divide the budget."""
+    weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
+    num_rows = min(limits.max_num_batched_tokens, max_model_len)
+    trial = KVCache(num_rows, 1, num_rows, pool=KVPool(kv_spec, num_rows, device))
+    runner = ModelRunner(model.decoder, trial, adapters, device)
+
+    def largest_forward() -> None:
+        sequence = Sequence("dry-run", b"", [0] * num_rows, SamplingParams(temperature=0.0), num_rows, 0.0)
+        sequence.row = trial.open_row(num_rows)
+        runner.run((Chunk(sequence, 0, num_rows, samples=True),))
+        if sequence.row is not None:
+            trial.close_row(sequence.row)
+
+    workspace = measure_workspace(largest_forward, device)
+    trim_heap()
+    fixed = {
+        "weights": weights,
+        "workspace": workspace,
+        "adapters": adapters.stacks.num_bytes,
+    }
+    max_slots = limits.max_num_seqs * max_model_len
+    return make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic=device.type == "cpu")
+
+
+def wire(
+    settings: EngineSettings,
+    token: bytes,
+    model: LoadedModel,
+    adapters: AdapterRegistry,
+    kv_cache: KVCache,
+    governor: MemoryGovernor,
+    limits: SchedulerLimits,
+    plan: MemoryPlan,
+    max_model_len: int,
+    device: torch.device,
+) -> EngineLoop:
+    """Connect the parts of the loop; the only place that knows all of them."""
+    scheduler = Scheduler(kv_cache, limits, POLICIES[settings.policy])
+    latency, counters = LatencyModel(), Counters()
+    ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
+    runner = ModelRunner(model.decoder, kv_cache, adapters, device)
+    boot_id = secrets.token_hex(8)
+    info = EngineInfo(
+        boot_id=boot_id,
+        base_model=settings.base_model,
+        max_model_len=max_model_len,
+        max_request_tokens=min(max_model_len, kv_cache.max_slots),
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=list(model.spec.eos_token_ids),
+        dtype=str(next(model.decoder.parameters()).dtype).removeprefix("torch."),
+        device=device.type,
+        memory_plan=plan.as_dict(),
+    )
+    router: Router[FromEngine, ToEngine] = Router(settings.engine_address, token, ToEngine)
+    source = StatisticsSource(boot_id, counters, scheduler, kv_cache, governor, ladder, latency)
+    outbox = Outbox(
+        router,
+        info,
+        snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
+        progress=lambda: runner.progress + counters.training_units,
+    )
+    training = TrainingHost(model.decoder, ladder, latency, outbox, device)
+    desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
+    inbox = Inbox(router, desk, outbox)
+    return EngineLoop(
+        inbox=inbox,
+        outbox=outbox,
+        desk=desk,
+        scheduler=scheduler,
+        runner=runner,
+        training=training,
+        ladder=ladder,
+        adapters=adapters,
+        latency=latency,
+        counters=counters,
+        eos_token_ids=model.spec.eos_token_ids,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What the supervisor hands the engine process at start: one resolved, immutable value (no torch)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Resolved settings of the engine; sizes in bytes, None where the engine measures for itself.
+
+    Attributes:
+        model: Local folder or hub id, None for the embedded model.
+        base_model: Name the base model is served under.
+        engine_address: ``ipc://`` address to bind.
+        policy: Name of the co-scheduling policy.
+    """
+
+    model: str | None
+    base_model: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    load_format: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    memory_budget: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    policy: str = "deferred"
+    deferral_bound_s: float = 1.0
+    num_threads: int | None = None
+    engine_address: str

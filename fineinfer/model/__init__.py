@@ -1,0 +1,1 @@
+"""The decoder, its spec and the loading of its weights."""

@@ -1,0 +1,130 @@
+"""Runs one forward of the shared decoder over serving rows and returns logits where they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fineinfer.adapters.batch import serving_project
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.kernels import reference
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.messages import TokenLogprob
+from fineinfer.model.decoder import Decoder
+from fineinfer.runner.forward_batch import ForwardBatch, build_forward_batch
+from fineinfer.runner.sampler import Choice, Sampler, top_logprobs
+from fineinfer.scheduler.plan import Chunk
+
+LOGIT_ROWS = 128  # rows of prompt logits in memory at once: 128 x 128k vocabulary in fp32 is 66 MB
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What a chunk produced: the chosen token and, where asked for, log-probabilities.
+
+    Attributes:
+        chunk: The chunk that ran.
+        token_id: The sampled token, None for all but a prompt's last chunk.
+        logprob: Its log-probability entry, if the request wants it.
+        failed: The logits were not finite; the request must end with an error, its neighbours are unaffected.
+    """
+
+    chunk: Chunk
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    failed: bool = False
+
+
+class ModelRunner:
+    """Serving forward over the base model, its adapters and the KV pool.
+
+    Args:
+        decoder: The base model, shared with training.
+        kv_cache: Pool and tables.
+        adapters: Adapter slots.
+        device: Where it all lives.
+    """
+
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, adapters: AdapterRegistry, device: torch.device) -> None:
+        self._decoder = decoder
+        if kv_cache.pool is None:
+            raise ValueError("the runner needs a KV cache with a pool")
+        self._kv = kv_cache
+        self._pool = kv_cache.pool
+        self._adapters = adapters
+        self._device = device
+        self._sampler = Sampler(decoder.spec.vocab_size, decoder.spec.eos_token_ids, device)
+        self.progress = 0  # layers finished since start; a stuck engine shows as a standing count
+
+    def run(self, chunks: tuple[Chunk, ...]) -> list[ChunkResult]:
+        """Run all chunks in one forward.
+
+        Returns:
+            One result per chunk, in the batch's order.
+        """
+        with torch.inference_mode():
+            batch = build_forward_batch(chunks, self._kv, self._device)
+            hidden = self.forward(batch)
+            self._collect_prompt_logprobs(batch, hidden)
+            sampling = [chunk for chunk in batch.chunks if chunk.samples]
+            sampled: dict[str, Choice] = {}
+            if sampling:
+                logits = self._decoder.head(hidden.index_select(0, batch.sample_rows)).float()
+                ids = [chunk.sequence.request_id for chunk in sampling]
+                sampled = dict(zip(ids, self._sampler.sample(logits, sampling), strict=True))
+        results = []
+        for chunk in batch.chunks:
+            choice = sampled.get(chunk.sequence.request_id)
+            if choice is None:
+                results.append(ChunkResult(chunk, None))
+            else:
+                results.append(ChunkResult(chunk, choice.token_id, choice.logprob, choice.failed))
+        return results
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of the last layer; K and V of all rows are in the pool afterwards."""
+        decoder = self._decoder
+        rows = decoder.rope.rows(batch.positions, batch.rope_lengths)
+        project = serving_project(self._adapters, batch.adapter_segments)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            pool = self._pool.layer(layer)
+            window = decoder.spec.sliding_windows[layer]
+            reference.store_kv(pool, batch.slots, k, v)
+            out = torch.empty_like(q)
+            for span in batch.spans:
+                span_q = q[span.first : span.first + span.length]
+                if span.length == 1:
+                    attended = reference.attention_decode_one(span_q[0], pool, span.kv, window)
+                else:
+                    attended = reference.attention_prefill(span_q, pool, span.kv, span.start, window)
+                out[span.first : span.first + span.length] = attended
+            group = batch.decode_group
+            if group is not None:
+                decoded = reference.attention_decode(q[group.rows], pool, group.slot_table, group.lengths, window)
+                out.index_copy_(0, group.rows, decoded)
+            self.progress += 1
+            return out
+
+        hidden = decoder.embed(batch.ids)
+        for layer in range(decoder.spec.num_layers):
+            hidden = decoder.layer(layer, hidden, rows, project, attend)
+        return hidden
+
+    def _collect_prompt_logprobs(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        first = 0
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            num_top = sequence.sampling.prompt_logprobs
+            # after a preemption the prompt runs again, but its entries are complete already
+            if num_top is not None and chunk.start + 1 >= max(1, len(sequence.prompt_logprobs)):
+                if not sequence.prompt_logprobs:
+                    sequence.prompt_logprobs.append(None)
+                stop = min(chunk.start + chunk.length, len(sequence.prompt) - 1)
+                for start in range(chunk.start, stop, LOGIT_ROWS):
+                    end = min(start + LOGIT_ROWS, stop)
+                    rows = hidden[first + start - chunk.start : first + end - chunk.start]
+                    targets = sequence.prompt[start + 1 : end + 1]
+                    sequence.prompt_logprobs.extend(top_logprobs(self._decoder.head(rows).float(), targets, num_top))
+            first += chunk.length

@@ -1,0 +1,46 @@
+"""The value that crosses from the scheduler to the runner and the trainer: one loop turn's work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fineinfer.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of one sequence in this turn: positions ``[start, start + length)``.
+
+    Attributes:
+        sequence: Whose tokens.
+        start: First position; everything before it already has KV.
+        length: Number of rows; 1 with ``samples`` is a decode row.
+        samples: Whether the last row's logits choose the next token (false for all but the last prefill chunk).
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One turn of the engine loop: an inference part, then a training part; either may be empty.
+
+    Attributes:
+        chunks: Decode rows and prefill chunks, all in one forward.
+        train: Whether one training unit runs after them.
+        preempted: Sequences that gave up their KV in this turn (reported, not run).
+        slots_wanted: KV slots missing for the oldest waiting request to be admitted; 0 if none waits for memory.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    train: bool = False
+    preempted: tuple[Sequence, ...] = ()
+    slots_wanted: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows of the inference part."""
+        return sum(chunk.length for chunk in self.chunks)

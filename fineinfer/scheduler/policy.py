@@ -1,0 +1,68 @@
+"""Co-scheduling policies: who gets the next slice. Each is a pure function of a slice boundary's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """What a policy may look at.
+
+    Attributes:
+        oldest_wait_s: Seconds the oldest waiting request has waited; None if none waits.
+        num_running: Requests that hold KV.
+        training_ready: A job has a unit that could run now.
+        update_started: An optimizer update has begun and is not finished.
+        update_left_s: Estimated seconds to finish the running update, or of a whole one if none runs.
+        deferral_bound_s: Longest a waiting request may be held back for training.
+    """
+
+    oldest_wait_s: float | None
+    num_running: int
+    training_ready: bool
+    update_started: bool
+    update_left_s: float
+    deferral_bound_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A policy's decision: may waiting requests join, and does a training unit run in this turn."""
+
+    admit: bool
+    train: bool
+
+
+Policy = Callable[[LoadState], Turn]
+
+
+def deferred(load: LoadState) -> Turn:
+    """The FineInfer rule: requests wait for the running update while their wait plus its rest stays in the bound.
+
+    Training runs only while the batch is empty; a joined batch runs until it drains, newcomers join it at once.
+    Source: He, Lu, Alonso, "Deferred Continuous Batching in Resource-Efficient LLM Serving", EuroMLSys 2024.
+    """
+    if not load.training_ready or load.num_running > 0:
+        return Turn(admit=True, train=False)
+    if load.oldest_wait_s is None:
+        return Turn(admit=False, train=True)
+    hold_back = load.oldest_wait_s + load.update_left_s <= load.deferral_bound_s
+    return Turn(admit=not hold_back, train=hold_back)
+
+
+def inference_first(load: LoadState) -> Turn:
+    """Train only when nothing waits or runs; a started update is suspended at the next unit."""
+    idle = load.num_running == 0 and load.oldest_wait_s is None
+    return Turn(admit=True, train=idle and load.training_ready)
+
+
+def train_first(load: LoadState) -> Turn:
+    """A started update finishes before anything else; a new one starts only when nothing waits or runs."""
+    if load.update_started and load.training_ready:
+        return Turn(admit=False, train=True)
+    return inference_first(load)
+
+
+POLICIES: dict[str, Policy] = {"deferred": deferred, "inference-first": inference_first, "train-first": train_first}

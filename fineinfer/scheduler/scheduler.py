@@ -1,0 +1,172 @@
+"""The scheduler: owner of queues and requests. It plans turns and commits their results; it never sees a tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.request import FinishReason
+from fineinfer.scheduler.admission import LengthPredictor, peak_tokens
+from fineinfer.scheduler.plan import Chunk, StepPlan
+from fineinfer.scheduler.policy import LoadState, Policy
+from fineinfer.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of one forward.
+
+    Attributes:
+        max_num_seqs: Most requests that hold KV at once.
+        max_num_batched_tokens: Most rows of one forward.
+        deferral_bound_s: Longest a waiting request may be held back for training.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    deferral_bound_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What the scheduler knows of training: counts and seconds, no tensors."""
+
+    ready: bool = False
+    update_started: bool = False
+    update_left_s: float = 0.0
+
+
+class Scheduler:
+    """First come, first served, per request; chunked prefill beside decode; preempt and recompute as backstop.
+
+    Args:
+        kv_cache: The slot accounting (and pool) that requests draw from.
+        limits: Bounds of one forward.
+        policy: Co-scheduling policy.
+    """
+
+    def __init__(self, kv_cache: KVCache, limits: SchedulerLimits, policy: Policy) -> None:
+        self._kv = kv_cache
+        self._limits = limits
+        self._policy = policy
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.predictor = LengthPredictor()
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. It has been checked to fit the pool's maximum."""
+        self.waiting.append(sequence)
+
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self.running and not self.waiting
+
+    def reserved_slots(self) -> int:
+        """Peak of the admitted requests: a lease training cannot take."""
+        return peak_tokens((s.num_tokens for s in self.running), (self.predictor.predict_left(s) for s in self.running))
+
+    def plan(self, now_s: float, training: TrainingState) -> StepPlan:
+        """Decide one turn.
+
+        Args:
+            now_s: ``time.monotonic()``.
+            training: Whether and how long training could run.
+        """
+        oldest = now_s - self.waiting[0].arrival_s if self.waiting else None
+        turn = self._policy(
+            LoadState(
+                oldest_wait_s=oldest,
+                num_running=len(self.running),
+                training_ready=training.ready,
+                update_started=training.update_started,
+                update_left_s=training.update_left_s,
+                deferral_bound_s=self._limits.deferral_bound_s,
+            )
+        )
+        slots_wanted = self._admit(now_s) if turn.admit else 0
+        chunks, preempted = self._fill(now_s)
+        # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
+        # holds that memory (then the ladder takes it back before the next turn)
+        train = turn.train or (not chunks and training.ready and turn.admit and slots_wanted == 0)
+        return StepPlan(tuple(chunks), train, tuple(preempted), slots_wanted)
+
+    def _admit(self, now_s: float) -> int:
+        """Move waiting requests that fit to the running list; slots missing for the first that does not."""
+        while self.waiting and len(self.running) < self._limits.max_num_seqs:
+            candidate = self.waiting[0]
+            members = [*self.running, candidate]
+            peak = peak_tokens((s.num_tokens for s in members), (self.predictor.predict_left(s) for s in members))
+            if peak > self._kv.num_slots:
+                return min(peak, self._kv.max_slots) - self._kv.num_slots
+            # slots come with the chunks, so none is held before its token exists; the room keeps them contiguous
+            row = self._kv.open_row(0, candidate.num_tokens + self.predictor.predict_left(candidate))
+            if row is None:
+                return 0
+            candidate.row, candidate.num_computed = row, 0
+            if candidate.first_scheduled_s is None:
+                candidate.first_scheduled_s = now_s
+            self.running.append(self.waiting.popleft())
+        return 0
+
+    def _fill(self, now_s: float) -> tuple[list[Chunk], list[Sequence]]:
+        """Decode rows of all, then prefill chunks in order of admission, within the row budget and the pool."""
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        budget = self._limits.max_num_batched_tokens
+        for decoding in (True, False):
+            for sequence in list(self.running):
+                if budget == 0 or sequence.row is None or (sequence.num_uncomputed == 1) != decoding:
+                    continue
+                length = min(sequence.num_uncomputed, budget)
+                while sequence.row is not None and not self._kv.append(sequence.row, length):
+                    victim = self._pick_victim(planned={chunk.sequence.request_id for chunk in chunks})
+                    if victim is None:
+                        break
+                    self._preempt(victim)
+                    preempted.append(victim)
+                else:
+                    if sequence.row is not None:
+                        samples = length == sequence.num_uncomputed
+                        chunks.append(Chunk(sequence, sequence.num_computed, length, samples))
+                        budget -= length
+        return chunks, preempted
+
+    def _pick_victim(self, planned: set[str]) -> Sequence | None:
+        """The latest admitted request that has no rows in this turn yet."""
+        return next((s for s in reversed(self.running) if s.request_id not in planned), None)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give up a request's KV; it keeps its place at the head of the queue and is recomputed later."""
+        self._close(sequence)
+        self.running.remove(sequence)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        position = sum(1 for other in self.waiting if other.arrival_s <= sequence.arrival_s)
+        self.waiting.insert(position, sequence)
+
+    def commit(self, chunk: Chunk, token_id: int | None) -> None:
+        """Record that a chunk ran and which token its last row chose."""
+        chunk.sequence.num_computed = chunk.start + chunk.length
+        if token_id is not None:
+            chunk.sequence.output.append(token_id)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a request in whatever state it is and free all it holds; safe to call twice."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.row is not None:
+            self._close(sequence)
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.predictor.record(sequence.adapter_name, len(sequence.output))
+
+    def _close(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self._kv.close_row(sequence.row)
+            sequence.row = None

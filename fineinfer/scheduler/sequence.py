@@ -1,0 +1,75 @@
+"""One request inside the engine: its tokens, how far its KV is computed, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fineinfer.messages import TokenLogprob
+from fineinfer.request import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's one serialisable state; the scheduler is its only writer.
+
+    Attributes:
+        request_id: Id of the request, unique among open requests.
+        peer: Identity of the api worker that gets the outputs.
+        prompt: Prompt token ids.
+        sampling: How to sample and when to stop.
+        max_total_tokens: Prompt plus output never exceed this.
+        arrival_s: ``time.monotonic()`` at the api worker.
+        adapter_version: Content hash of the adapter version it keeps until its end; None for the base model.
+        adapter_step: Training step of that version.
+        adapter_slot: The adapter's slot, pinned while the request lives; None for the base model.
+        output: Generated token ids.
+        row: Request table row while it holds KV; None while waiting.
+        num_computed: Tokens whose K and V are in the pool.
+        num_preemptions: Times its KV was given up and must be recomputed.
+        first_scheduled_s: When its first slice was planned.
+        prompt_logprobs: Collected entries while the prompt is prefilled.
+        finish_reason: Set once, when it ends.
+    """
+
+    request_id: str
+    peer: bytes
+    prompt: list[int]
+    sampling: SamplingParams
+    max_total_tokens: int
+    arrival_s: float
+    seed: int = 0
+    adapter_name: str | None = None
+    adapter_version: str | None = None
+    adapter_step: int | None = None
+    adapter_slot: int | None = None
+    output: list[int] = field(default_factory=list)
+    row: int | None = None
+    num_computed: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def max_output_left(self) -> int:
+        """Most tokens it may still generate."""
+        return self.max_total_tokens - self.num_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be run; 1 means an ordinary decode step."""
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of positions ``[start, stop)``."""
+        num_prompt = len(self.prompt)
+        if stop <= num_prompt:
+            return self.prompt[start:stop]
+        if start >= num_prompt:
+            return self.output[start - num_prompt : stop - num_prompt]
+        return self.prompt[start:] + self.output[: stop - num_prompt]

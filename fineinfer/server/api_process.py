@@ -1,0 +1,120 @@
+"""Entry of an api worker: ``python -m fineinfer.server.api_process SETTINGS.json``, started by the supervisor."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+TOKEN_VARIABLE = "FINEINFER_IPC_TOKEN"
+_PR_SET_PDEATHSIG = 1
+
+
+class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor tells an api worker, as a JSON file that only the user can read.
+
+    Attributes:
+        worker_index: Number of this worker; its socket identity is ``api-<index>``.
+        engine_address: ``ipc://`` address of the engine.
+        control_address: ``ipc://`` address of the supervisor.
+        state_dir: Folder of the store.
+        served_model_name: Name of the base model in the API.
+        model: Folder, ``.gguf`` file or hub id of the tokenizer; None: the embedded model.
+        revision: Of a hub model.
+        socket_fd: Inherited listening socket; without it ``host`` and ``port`` are bound.
+        api_keys: Accepted bearer keys; none: no authentication.
+        metrics_prefix: ``fineinfer:`` or ``vllm:``.
+        num_text_threads: Threads that tokenise.
+        shutdown_timeout_s: How long running answers may go on after SIGTERM.
+        log_level: Python's name of a log level.
+    """
+
+    worker_index: int = 0
+    engine_address: str
+    control_address: str
+    state_dir: str
+    served_model_name: str
+    model: str | None = None
+    revision: str | None = None
+    socket_fd: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: list[str] = []
+    metrics_prefix: str = "fineinfer:"
+    num_text_threads: int = 2
+    shutdown_timeout_s: int = 30
+    log_level: str = "info"
+
+
+def main() -> int:
+    """Serve until SIGTERM or the parent's end; the exit code."""
+    parent_pid = os.getppid()
+    die_with_parent(parent_pid)
+    settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ApiSettings)
+    token = bytes.fromhex(os.environ.pop(TOKEN_VARIABLE))  # not for grandchildren
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of our own
+    try:
+        return _serve(settings, token)
+    except _start_errors() as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent ends, so that no worker outlives a killed server (Linux)."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before the call
+        sys.exit(1)
+
+
+def _start_errors() -> tuple[type[Exception], ...]:
+    from fineinfer.model.errors import ModelLoadError
+    from fineinfer.store import StoreError
+    from fineinfer.text.tokenizer import TokenizerError
+
+    return (ModelLoadError, TokenizerError, StoreError)
+
+
+def _serve(settings: ApiSettings, token: bytes) -> int:
+    import huggingface_hub
+    import uvicorn
+
+    from fineinfer.model.resolve import resolve_model_path
+    from fineinfer.server.app import create_app
+    from fineinfer.server.engine_client import EngineClient
+    from fineinfer.store import Store
+    from fineinfer.text.tokenizer import TokenizerPool, load_tokenizer
+
+    path = resolve_model_path(settings.model, revision=settings.revision, need_weights=False)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the line above was the last that may ask the hub
+    tokenizers = TokenizerPool(load_tokenizer(path), settings.num_text_threads)
+    engine = EngineClient(settings.engine_address, settings.control_address, token, settings.worker_index)
+    app = create_app(settings, engine, tokenizers, Store(settings.state_dir))
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
+        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+    )
+    sockets = None if settings.socket_fd is None else [socket.socket(fileno=settings.socket_fd)]
+    server = uvicorn.Server(config)
+    server.run(sockets=sockets)
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

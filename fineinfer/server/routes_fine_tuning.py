@@ -1,0 +1,250 @@
+"""``/v1/fine_tuning/jobs``: create, list, retrieve, cancel, events, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from fineinfer.messages import TrainingSettings
+from fineinfer.server.errors import ApiError
+from fineinfer.server.job_creation import create_job
+from fineinfer.server.job_params import JobRequest, Limits, echo_hyperparameters, echo_lora, parse_job_request
+from fineinfer.server.json_body import read_json
+from fineinfer.server.routes_files import json_response, page_cursor, page_response, unknown_cursor
+from fineinfer.store import (
+    CheckpointRecord,
+    EventRecord,
+    IdempotencyConflictError,
+    JobRecord,
+    JobStateConflictError,
+    JobStatus,
+    NameTakenError,
+    Store,
+    UnknownCursorError,
+    now,
+)
+
+router = APIRouter()
+_METADATA_FILTER = re.compile(r"metadata\[(.{1,64})\]")
+MAX_KEY_CHARS = 255
+
+
+@router.post("/v1/fine_tuning/jobs")
+async def create(request: Request) -> Response:
+    """Create a job; the file is validated after the answer."""
+    body = await read_json(request, dict[str, Any])
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters.")
+    job = await asyncio.to_thread(_create, request.app.state, body, key)
+    await request.app.state.engine.notify_store_changed()
+    return json_response(job)
+
+
+def _create(state: Any, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+    store: Store = state.store
+    checked = parse_job_request(body, _limits(state))
+    digest = hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
+    try:
+        known = None if key is None else store.jobs.by_idempotency_key(key, digest)
+    except IdempotencyConflictError as error:
+        raise _reused_key(error) from error
+    if known is not None:  # its file may be deleted by now
+        return job_object(store, known)
+    file = store.files.get(checked.training_file)
+    if file is None:
+        message = f"training_file: no such file '{checked.training_file[:64]}'."
+        raise ApiError(400, message, param="training_file", code="file_not_found")
+    if file.purpose != "fine-tune":
+        message = f"training_file: the purpose of '{file.id}' is '{file.purpose}', not 'fine-tune'."
+        raise ApiError(400, message, param="training_file", code="invalid_file_purpose")
+    try:
+        job = create_job(store, checked, idempotency_key=key, body_sha256=digest)
+    except IdempotencyConflictError as error:
+        raise _reused_key(error) from error
+    except NameTakenError as error:
+        raise ApiError(400, str(error), param="suffix", code="model_name_taken") from error
+    except FileNotFoundError as error:
+        raise ApiError(400, "training_file: deleted.", param="training_file", code="file_not_found") from error
+    return job_object(store, job)
+
+
+def _reused_key(error: IdempotencyConflictError) -> ApiError:
+    return ApiError(400, str(error), code="idempotency_key_reused", should_retry=False)
+
+
+def _limits(state: Any) -> Limits:
+    """The limits the supervisor published."""
+    published = state.store.get_meta("limits")
+    if published is None:
+        return Limits(base_model=state.settings.served_model_name)
+    return msgspec.convert(published, Limits)
+
+
+@router.get("/v1/fine_tuning/jobs")
+def list_jobs(request: Request) -> Response:
+    """One page of jobs, newest first; ``metadata[k]=v`` filters."""
+    store: Store = request.app.state.store
+    after, limit = page_cursor(request, 20)
+    wanted = {
+        match[1]: value for key, value in request.query_params.items() if (match := _METADATA_FILTER.fullmatch(key))
+    }
+    try:
+        jobs, more = store.jobs.page(after=after, limit=limit, metadata=wanted)
+    except UnknownCursorError as error:
+        raise unknown_cursor(error) from error
+    return page_response([job_object(store, job) for job in jobs], more)
+
+
+@router.get("/v1/fine_tuning/jobs/{job_id}")
+def retrieve(job_id: str, request: Request) -> Response:
+    """The job object."""
+    return json_response(job_object(request.app.state.store, _require(request, job_id)))
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
+async def cancel(job_id: str, request: Request) -> Response:
+    """Cancel a job that has not ended; final at once, whatever it was doing."""
+    store: Store = request.app.state.store
+    try:
+        job = await asyncio.to_thread(store.jobs.cancel, job_id)
+    except LookupError as error:
+        raise _not_found(job_id) from error
+    except JobStateConflictError as error:
+        raise ApiError(400, str(error), code="job_state_conflict", should_retry=False) from error
+    await request.app.state.engine.notify_store_changed()
+    return json_response(job_object(store, job))
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/{action}")
+def other_action(job_id: str, action: str, request: Request) -> Response:
+    """``pause`` and ``resume`` are known to the SDK and not implemented here."""
+    if action not in ("pause", "resume"):
+        raise ApiError(404, "Not Found", code="not_found")
+    _require(request, job_id)
+    raise ApiError(400, f"'{action}' is not supported yet.", code="unsupported_operation", should_retry=False)
+
+
+@router.get("/v1/fine_tuning/jobs/{job_id}/events")
+def events(job_id: str, request: Request) -> Response:
+    """One page of the job's events, newest first."""
+    store: Store = request.app.state.store
+    job = _require(request, job_id)
+    after, limit = page_cursor(request, 20)
+    try:
+        found, more = store.jobs.events(job.id, after=after, limit=limit)
+    except UnknownCursorError as error:
+        raise unknown_cursor(error) from error
+    return page_response([_event_object(event) for event in found], more)
+
+
+@router.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
+def checkpoints(job_id: str, request: Request) -> Response:
+    """One page of the job's checkpoints, newest first."""
+    store: Store = request.app.state.store
+    job = _require(request, job_id)
+    after, limit = page_cursor(request, 10)
+    try:
+        found, more = store.jobs.checkpoints(job.id, after=after, limit=limit)
+    except UnknownCursorError as error:
+        raise unknown_cursor(error) from error
+    return page_response([_checkpoint_object(checkpoint) for checkpoint in found], more)
+
+
+def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
+    """OpenAI's FineTuningJob, with ``progress``, ``queue_position``, ``data``, ``lora`` and ``adapter_name`` added."""
+    request = msgspec.convert(job.request, JobRequest)
+    settings = None if job.settings is None else msgspec.convert(job.settings, TrainingSettings)
+    hyperparameters = echo_hyperparameters(request, settings)
+    progress = _progress(job)
+    running = job.status is JobStatus.RUNNING and progress is not None
+    return {
+        "id": job.id,
+        "object": "fine_tuning.job",
+        "created_at": job.created_at,
+        "finished_at": job.finished_at,
+        "estimated_finish": now() + int(progress["eta_seconds"]) if running and progress else None,
+        "model": request.model,
+        "fine_tuned_model": job.name if job.status is JobStatus.SUCCEEDED else None,
+        "status": job.status.value,
+        "error": job.error,
+        "hyperparameters": hyperparameters,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        "organization_id": "",
+        "result_files": job.result_files,
+        "seed": request.seed,
+        "trained_tokens": job.trained_tokens,
+        "training_file": request.training_file,
+        "validation_file": None,
+        "integrations": [],
+        "metadata": request.metadata,
+        "user_provided_suffix": request.suffix,
+        "adapter_name": job.name,
+        "lora": echo_lora(request, settings),
+        "data": None if job.dataset is None else {key: job.dataset[key] for key in _DATA_KEYS},
+        "progress": progress,
+        "queue_position": store.jobs.queue_position(job),
+    }
+
+
+_DATA_KEYS = ("examples", "tokens", "trainable_tokens", "skipped", "truncated")
+
+
+def _progress(job: JobRecord) -> dict[str, Any] | None:
+    latest = job.progress
+    if latest is None:
+        return None
+    total = max(1, latest["total_steps"])
+    return {
+        "step": latest["step"],
+        "total_steps": latest["total_steps"],
+        "epoch": latest["epoch"],
+        "percent": round(100.0 * latest["step"] / total, 2),
+        "tokens_per_second": latest["tokens_per_second"],
+        "eta_seconds": latest["eta_seconds"],
+        "loss": latest["train_loss"],
+        "lr": latest["learning_rate"],
+    }
+
+
+def _event_object(event: EventRecord) -> dict[str, Any]:
+    return {
+        "id": event.id,
+        "object": "fine_tuning.job.event",
+        "created_at": event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "type": event.type,
+        "data": event.data,
+    }
+
+
+def _checkpoint_object(checkpoint: CheckpointRecord) -> dict[str, Any]:
+    return {
+        "id": checkpoint.id,
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": checkpoint.created_at,
+        "fine_tuned_model_checkpoint": checkpoint.name,
+        "fine_tuning_job_id": checkpoint.job_id,
+        "step_number": checkpoint.step,
+        "metrics": checkpoint.metrics,
+        "adapter_version": checkpoint.version,
+    }
+
+
+def _require(request: Request, job_id: str) -> JobRecord:
+    job = request.app.state.store.jobs.get(job_id)
+    if not isinstance(job, JobRecord):
+        raise _not_found(job_id)
+    return job
+
+
+def _not_found(job_id: str) -> ApiError:
+    return ApiError(
+        404, f"Could not find fine-tuning job: {job_id[:64]}", param="fine_tuning_job_id", code="job_not_found"
+    )

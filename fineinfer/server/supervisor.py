@@ -1,0 +1,435 @@
+"""The `fineinfer serve` parent: starts engine and api workers, watches them, runs the job manager (no torch)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from fineinfer.config import Config
+from fineinfer.engine.settings import EngineSettings
+from fineinfer.ipc import AsyncDealer, AsyncRouter, ProtocolError
+from fineinfer.messages import (
+    Drain,
+    Drained,
+    EngineDown,
+    EngineInfo,
+    EngineStats,
+    EngineUp,
+    FromApi,
+    FromEngine,
+    Hello,
+    Ping,
+    Pong,
+    ShuttingDown,
+    StoreChanged,
+    ToApi,
+    ToEngine,
+    TrainingSettings,
+)
+from fineinfer.server.api_process import ApiSettings
+from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
+from fineinfer.server.status_line import StatusLine, print_banner
+from fineinfer.store import Store
+
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+STUCK_S = 10.0  # no answer for this long while work waits: the engine is stuck, unless a slice is known to take longer
+MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means the fault is not a passing one
+RESTART_WINDOW_S = 300.0
+
+
+class StartError(Exception):
+    """The server cannot start; the message is one line for the user."""
+
+
+@dataclass
+class Child:
+    """A running child process and the last lines it wrote to stderr."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    tail: list[str] = field(default_factory=list)
+    reader: asyncio.Task[None] | None = None
+
+
+def run(config: Config) -> int:
+    """Serve until told to stop.
+
+    Returns:
+        The exit code: 0 after a clean stop, 1 on a failure that was reported in one line on stderr.
+    """
+    try:
+        config.server.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _state_lock(config.server.state_dir), _listening_socket(config) as listener:
+            return asyncio.run(_serve(config, listener))
+    except (StartError, LocalJobError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {config.server.state_dir}: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(config: Config, listener: socket.socket) -> int:
+    with _runtime_dir() as runtime_dir:
+        supervisor = Supervisor(config, listener, runtime_dir)
+        try:
+            return await supervisor.main()
+        finally:
+            await supervisor.kill_all()
+
+
+@contextlib.contextmanager
+def _state_lock(state_dir: Path) -> Iterator[None]:
+    handle: IO[str] = open(state_dir / "lock", "w")  # noqa: SIM115 (held until exit)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise StartError(f"state directory {state_dir} is in use by another fineinfer serve") from None
+    with handle:
+        yield
+
+
+@contextlib.contextmanager
+def _listening_socket(config: Config) -> Iterator[socket.socket]:
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    with listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def _runtime_dir() -> Iterator[Path]:
+    """A 0700 folder for sockets, short enough for the 107 bytes of a Unix socket's path."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base is None or not os.access(base, os.W_OK) or len(base) > 60:
+        base = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="fineinfer-", dir=base))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Supervisor:
+    """Owner of the child processes and the control socket.
+
+    Args:
+        config: The resolved configuration.
+        listener: Bound TCP socket that the api workers accept from.
+        runtime_dir: Private folder for sockets and settings files.
+    """
+
+    def __init__(self, config: Config, listener: socket.socket, runtime_dir: Path) -> None:
+        self._config = config
+        self._listener = listener
+        self._runtime_dir = runtime_dir
+        self._token = secrets.token_bytes(32)
+        self._control: AsyncRouter[ToApi, FromApi] = AsyncRouter(self._address("control"), self._token, FromApi)
+        self._engine_link: AsyncDealer[ToEngine, FromEngine] | None = None
+        self._children: dict[str, Child] = {}
+        self._workers: set[bytes] = set()
+        self._stop = asyncio.Event()
+        job_settings = JobSettings(
+            base_model=self._base_model(),
+            model=config.model.model,
+            revision=config.model.revision,
+            max_lora_rank=config.memory.max_lora_rank,
+            defaults=TrainingSettings(seed=config.model.seed),
+        )
+        store, state_dir = Store(config.server.state_dir), config.server.state_dir
+        self._jobs = JobManager(store, state_dir, job_settings, self._send_to_engine)
+        self._health = EngineHealth()
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._runtime_dir / name}"
+
+    def _base_model(self) -> str:
+        model = self._config.model
+        if model.served_model_name is not None:
+            return model.served_model_name
+        return EMBEDDED_MODEL_NAME if model.model is None else model.model.rstrip("/")
+
+    # ------------------------------------------------------------ life
+
+    async def main(self) -> int:
+        """Start everything, serve, stop; the exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal)
+        train = self._config.train
+        if train.lora_train is not None:
+            self._jobs.create_local_job(train.lora_train, train.lora_train_name, self._config.hyperparameters())
+        for index in range(self._config.server.api_server_count):
+            await self._spawn_api(index)
+        await self._spawn_engine()
+        tasks = [
+            asyncio.create_task(coroutine)
+            for coroutine in (
+                self._read_control(),
+                self._read_engine(),
+                self._jobs.run(),
+                self._watch_health(),
+                self._watch_children(),
+            )
+        ]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a failed task ends the server with its error
+            return await self._shut_down(tasks)
+        finally:
+            for task in [stop, *tasks]:
+                task.cancel()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            for child in self._children.values():
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.kill()
+        self._stop.set()
+
+    async def _shut_down(self, tasks: list[asyncio.Task[Any]]) -> int:
+        """No new requests; those in flight finish or end with an error; the job is checkpointed; all exit."""
+        for peer in self._workers:
+            await self._control.send(peer, ShuttingDown())
+        timeout_s = self._config.server.shutdown_timeout
+        engine = self._children.get("engine")
+        if engine is not None and self._health.info is not None:
+            await self._send_to_engine(Drain(timeout_s=timeout_s))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(engine.process.wait(), timeout_s + 10.0)
+            await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
+        await self.kill_all()
+        return 0
+
+    async def kill_all(self) -> None:
+        """End every child; safe to call twice."""
+        for child in self._children.values():
+            if child.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.terminate()
+        for child in self._children.values():
+            try:
+                await asyncio.wait_for(child.process.wait(), 5.0)
+            except TimeoutError:
+                child.process.kill()
+                await child.process.wait()
+            if child.reader is not None:
+                child.reader.cancel()
+        self._children = {}
+
+    # ------------------------------------------------------------ children
+
+    async def _spawn_engine(self) -> None:
+        model, memory, scheduler = self._config.model, self._config.memory, self._config.scheduler
+        settings = EngineSettings(
+            model=model.model,
+            base_model=self._base_model(),
+            revision=model.revision,
+            dtype=model.dtype,
+            device=model.device,
+            load_format=model.load_format,
+            seed=model.seed,
+            max_model_len=model.max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            memory_budget=memory.memory_budget,
+            kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
+            gpu_memory_utilization=memory.gpu_memory_utilization,
+            max_loras=memory.max_loras,
+            max_lora_rank=memory.max_lora_rank,
+            policy=scheduler.policy,
+            deferral_bound_s=scheduler.deferral_bound_s,
+            num_threads=model.num_threads,
+            engine_address=self._address("engine"),
+        )
+        self._health = EngineHealth()
+        await self._spawn("engine", "fineinfer.engine.process", settings)
+        if self._engine_link is not None:
+            self._engine_link.close()
+        # a new socket for a new engine: nothing queued for the dead one may reach its successor
+        self._engine_link = AsyncDealer(self._address("engine"), self._token, b"supervisor", FromEngine)
+        await self._engine_link.send(Hello())
+
+    async def _spawn_api(self, index: int) -> None:
+        server = self._config.server
+        settings = ApiSettings(
+            worker_index=index,
+            socket_fd=self._listener.fileno(),
+            engine_address=self._address("engine"),
+            control_address=self._address("control"),
+            state_dir=str(server.state_dir),
+            model=self._config.model.model,
+            revision=self._config.model.revision,
+            served_model_name=self._base_model(),
+            api_keys=list(server.api_key),
+            metrics_prefix=server.metrics_prefix,
+            shutdown_timeout_s=int(server.shutdown_timeout),
+            log_level=server.log_level,
+        )
+        await self._spawn(f"api-{index}", "fineinfer.server.api_process", settings)
+
+    async def _spawn(self, name: str, module: str, settings: msgspec.Struct) -> None:
+        path = self._runtime_dir / f"{name}.json"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(settings))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            str(path),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=(self._listener.fileno(),) if name != "engine" else (),
+            start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains the rest in order
+            env={**os.environ, "FINEINFER_IPC_TOKEN": self._token.hex(), "PYTHONSAFEPATH": "1"},
+        )
+        child = Child(name, process)
+        child.reader = asyncio.create_task(self._forward_stderr(child))
+        self._children[name] = child
+
+    async def _forward_stderr(self, child: Child) -> None:
+        stream = child.process.stderr
+        if stream is None:
+            return
+        while line := await stream.readline():
+            text = line.decode(errors="replace").rstrip()
+            child.tail = [*child.tail[-19:], text]
+            if self._health.info is not None or not text.startswith("error: "):
+                print(text, file=sys.stderr, flush=True)
+
+    async def _watch_children(self) -> None:
+        """Restart what died; give up when it keeps dying or never started."""
+        restarts: list[float] = []
+        while True:
+            await asyncio.sleep(0.05)
+            dead = [child for child in self._children.values() if child.process.returncode is not None]
+            for child in dead:
+                if self._stop.is_set():
+                    return
+                started = self._health.info is not None
+                await asyncio.sleep(0.1)  # its last stderr lines
+                now = time.monotonic()
+                restarts = [t for t in restarts if now - t < RESTART_WINDOW_S] + [now]
+                if not started or len(restarts) > MAX_RESTARTS:
+                    reason = next((t for t in reversed(child.tail) if t.startswith("error: ")), None)
+                    code = child.process.returncode
+                    raise StartError(
+                        reason.removeprefix("error: ") if reason else f"{child.name} ended with code {code}"
+                    )
+                if child.name == "engine":
+                    await self._engine_lost(f"the engine ended with code {child.process.returncode}")
+                    await self._spawn_engine()
+                else:
+                    await self._spawn_api(int(child.name.removeprefix("api-")))
+
+    async def _engine_lost(self, reason: str) -> None:
+        print(f"{reason}; restarting it", file=sys.stderr, flush=True)
+        self._jobs.on_engine_down()
+        for peer in self._workers:
+            await self._control.send(peer, EngineDown(reason=reason, restarting=True))
+
+    async def _watch_health(self) -> None:
+        """Kill an engine that answers no more although it has work; _watch_children then restarts it."""
+        sequence = 0
+        while True:
+            await asyncio.sleep(1.0)
+            engine = self._children.get("engine")
+            if engine is None or self._health.info is None:
+                continue
+            sequence += 1
+            await self._send_to_engine(Ping(sequence=sequence))
+            if self._health.is_stuck(time.monotonic()):
+                print("the engine answers no more", file=sys.stderr, flush=True)
+                with contextlib.suppress(ProcessLookupError):
+                    engine.process.kill()
+                self._health = EngineHealth(info=self._health.info)
+
+    # ------------------------------------------------------------ messages
+
+    async def _send_to_engine(self, message: ToEngine) -> None:
+        if self._engine_link is not None:
+            await self._engine_link.send(message)
+
+    async def _read_control(self) -> None:
+        while True:
+            peer, message = await self._control.recv()
+            if isinstance(message, Hello):
+                self._workers.add(peer)
+                if self._health.info is not None:
+                    await self._control.send(peer, EngineUp(info=self._health.info))
+            elif isinstance(message, StoreChanged):
+                self._jobs.wake()
+
+    async def _read_engine(self) -> None:
+        status = StatusLine()
+        async for message in self._engine_messages():
+            self._health.last_heard_s = time.monotonic()
+            if isinstance(message, EngineInfo):
+                await self._engine_ready(message)
+            elif isinstance(message, EngineStats):
+                self._health.longest_slice_s = max(message.slice_times_ms.values(), default=0.0) / 1e3
+                status.update(message)
+            elif not isinstance(message, (Pong, Drained)):
+                await self._jobs.on_engine_message(message)
+
+    async def _engine_messages(self) -> AsyncIterator[FromEngine]:
+        while True:
+            link = self._engine_link
+            if link is None:
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                yield await asyncio.wait_for(link.recv(), 0.5)
+            except TimeoutError:
+                continue  # the link may be a new one
+            except ProtocolError as error:
+                print(f"engine message dropped: {error}", file=sys.stderr, flush=True)
+
+    async def _engine_ready(self, info: EngineInfo) -> None:
+        first = self._health.info is None
+        self._health.info = info
+        if first:
+            print_banner(info, self._config)
+        for peer in self._workers:
+            await self._control.send(peer, EngineUp(info=info))
+        await self._jobs.on_engine_up(info)
+
+
+@dataclass
+class EngineHealth:
+    """When the engine was last heard, and how long its silence may last."""
+
+    info: EngineInfo | None = None
+    last_heard_s: float | None = None
+    longest_slice_s: float = 0.0
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether the engine was silent for longer than any slice explains."""
+        if self.last_heard_s is None:
+            return False
+        return now_s - self.last_heard_s > max(STUCK_S, 5.0 * self.longest_slice_s)

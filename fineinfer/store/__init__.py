@@ -1,0 +1,90 @@
+"""The state registry: files, jobs, events, checkpoints and adapters in one SQLite file (no torch)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fineinfer.store.adapters import AdapterStore
+from fineinfer.store.database import Database, StoreError, UnknownCursorError
+from fineinfer.store.files import FileStore
+from fineinfer.store.jobs import IdempotencyConflictError, JobStore
+from fineinfer.store.records import (
+    TERMINAL,
+    AdapterRecord,
+    CheckpointRecord,
+    EventRecord,
+    FileRecord,
+    JobRecord,
+    JobStateConflictError,
+    JobStatus,
+    NameTakenError,
+    new_id,
+    now,
+    to_json,
+)
+
+__all__ = [
+    "TERMINAL",
+    "AdapterRecord",
+    "CheckpointRecord",
+    "EventRecord",
+    "FileRecord",
+    "IdempotencyConflictError",
+    "JobRecord",
+    "JobStateConflictError",
+    "JobStatus",
+    "NameTakenError",
+    "Store",
+    "StoreError",
+    "UnknownCursorError",
+    "new_id",
+    "now",
+    "to_json",
+]
+
+
+class Store:
+    """Everything that must outlive the processes, in ``<state_dir>/fineinfer.db``; each process opens its own.
+
+    Args:
+        state_dir: Created (mode 0700) with its folders if missing.
+
+    Attributes:
+        db: Transactions and the change counter.
+        files, jobs, adapters: The tables.
+        state_dir: Where the artifacts lie.
+    """
+
+    def __init__(self, state_dir: Path | str) -> None:
+        self.state_dir = Path(state_dir)
+        self.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("files", "jobs", "adapters"):
+            (self.state_dir / name).mkdir(mode=0o700, exist_ok=True)
+        self.db = Database(self.state_dir / "fineinfer.db")
+        self.files = FileStore(self.db)
+        self.jobs = JobStore(self.db)
+        self.adapters = AdapterStore(self.db)
+
+    def file_path(self, file_id: str) -> Path:
+        """Where the bytes of a file are; ``file_id`` must come from a FileRecord."""
+        return self.state_dir / "files" / file_id
+
+    def job_dir(self, job_id: str) -> Path:
+        """The folder of a job; ``job_id`` must come from a JobRecord."""
+        return self.state_dir / "jobs" / job_id
+
+    def set_meta(self, key: str, value: Any) -> None:
+        """Store a small JSON value that every process may read (limits of this server, for example)."""
+        self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, to_json(value))
+
+    def get_meta(self, key: str) -> Any:
+        """The value stored under ``key``, or None."""
+        row = self.db.first("SELECT value FROM meta WHERE key = ?", key)
+        return msgspec.json.decode(row["value"]) if row else None
+
+    def close(self) -> None:
+        """Close the database connection."""
+        self.db.close()

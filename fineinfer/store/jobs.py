@@ -1,0 +1,255 @@
+"""Registry of fine-tuning jobs, their events and checkpoints; the state machine is enforced here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from fineinfer.store.database import Database, select_page
+from fineinfer.store.records import (
+    TERMINAL,
+    TRANSITIONS,
+    CheckpointRecord,
+    EventRecord,
+    JobRecord,
+    JobStateConflictError,
+    JobStatus,
+    NameTakenError,
+    new_id,
+    now,
+    to_json,
+)
+
+_JSON_COLUMNS = ("request", "settings", "dataset", "error", "progress", "result_files")
+
+
+class IdempotencyConflictError(ValueError):
+    """An ``Idempotency-Key`` that was used before with another body."""
+
+
+class JobStore:
+    """Rows of ``jobs``, ``events``, ``checkpoints`` and ``idempotency``.
+
+    The status only changes by ``transition``, a compare-and-set on the record's version, so of two processes that
+    decide on the same record exactly one wins.
+    """
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def create(self, record: JobRecord, *, idempotency_key: str | None = None, body_sha256: str = "") -> JobRecord:
+        """Insert a new job with its first event; with a key seen before, return the job made then.
+
+        Raises:
+            IdempotencyConflictError: The key was used with another body.
+            NameTakenError: The adapter name belongs to another live job or adapter.
+        """
+        with self._db.transaction():
+            if idempotency_key is not None:
+                known = self.by_idempotency_key(idempotency_key, body_sha256)
+                if known is not None:
+                    return known
+                self._db.execute(
+                    "INSERT INTO idempotency VALUES (?,?,?,?)", idempotency_key, body_sha256, record.id, now()
+                )
+            self._check_name_free(record.name)
+            values: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
+            values.update({name: _dump(values[name]) for name in _JSON_COLUMNS}, status=record.status.value)
+            marks = ",".join("?" * len(values))
+            self._db.execute(f"INSERT INTO jobs ({','.join(values)}) VALUES ({marks})", *values.values())
+            self.add_event(record.id, "info", f"Created fine-tuning job: {record.id}")
+        return record
+
+    def by_idempotency_key(self, key: str, body_sha256: str) -> JobRecord | None:
+        """The job made with this key before, or None.
+
+        Raises:
+            IdempotencyConflictError: The key was used with another body.
+        """
+        seen = self._db.first("SELECT * FROM idempotency WHERE key = ?", key)
+        if seen is None:
+            return None
+        if seen["body_sha256"] != body_sha256:
+            raise IdempotencyConflictError("This Idempotency-Key was used with another request body.")
+        return self.require(seen["job_id"])
+
+    def _check_name_free(self, name: str) -> None:
+        live = [row["id"] for row in self._db.rows("SELECT id, status FROM jobs WHERE name = ?", name)
+                if row["status"] not in TERMINAL]  # fmt: skip
+        adapter = self._db.first("SELECT job_id FROM adapters WHERE name = ?", name)
+        if live or adapter is not None:
+            owner = f"job {live[0]}" if live else "a published adapter"
+            raise NameTakenError(
+                f"The model name '{name}' belongs to {owner}; choose another suffix or delete it first."
+            )
+
+    def get(self, job_id: str) -> JobRecord | None:
+        """The job, or None."""
+        row = self._db.first("SELECT * FROM jobs WHERE id = ?", job_id)
+        return _job(row) if row else None
+
+    def require(self, job_id: str) -> JobRecord:
+        """The job.
+
+        Raises:
+            LookupError: There is none with this id.
+        """
+        job = self.get(job_id)
+        if job is None:
+            raise LookupError(f"No fine-tuning job '{job_id}'.")
+        return job
+
+    def transition(self, job: JobRecord, to: JobStatus, **fields: Any) -> JobRecord:
+        """Move the job to another status and set fields, if it is still at ``job.version``.
+
+        Raises:
+            JobStateConflictError: The state machine forbids it, or the job changed meanwhile.
+        """
+        if to not in TRANSITIONS[job.status]:
+            raise JobStateConflictError(f"A job that is {job.status.value} cannot become {to.value}.")
+        if to in TERMINAL:
+            fields.setdefault("finished_at", now())
+        fields.update(status=to.value, version=job.version + 1)
+        names = ", ".join(f"{name} = ?" for name in fields)
+        values = [_dump(value) if name in _JSON_COLUMNS else value for name, value in fields.items()]
+        changed = self._db.execute(
+            f"UPDATE jobs SET {names} WHERE id = ? AND version = ?", *values, job.id, job.version
+        )
+        if changed != 1:
+            raise JobStateConflictError(f"Job {job.id} changed meanwhile.")
+        return self.require(job.id)
+
+    def cancel(self, job_id: str) -> JobRecord:
+        """Cancel a job that has not ended, whatever it is doing; of two ends the first one counts.
+
+        Raises:
+            LookupError: There is no such job.
+            JobStateConflictError: The job has ended already.
+        """
+        with self._db.transaction():
+            job = self.require(job_id)
+            if job.status in TERMINAL:
+                raise JobStateConflictError(f"Job {job_id} has already {_ENDED[job.status]} and cannot be cancelled.")
+            job = self.transition(job, JobStatus.CANCELLED)
+            self.add_event(job_id, "info", "The job has been cancelled")
+        return job
+
+    def record_progress(self, job_id: str, step: int, data: dict[str, Any], trained_tokens: int) -> bool:
+        """Store the metrics of one update, keyed by (job, step): a replayed step overwrites. False if not running."""
+        with self._db.transaction():
+            changed = self._db.execute(
+                "UPDATE jobs SET progress = ?, trained_tokens = ?, num_engine_deaths = 0 "
+                "WHERE id = ? AND status = 'running'",
+                to_json(data), trained_tokens, job_id,
+            )  # fmt: skip
+            if changed:
+                message = f"Step {step}/{data['total_steps']}: training loss={data['train_loss']:.4f}"
+                self._db.execute(
+                    "INSERT INTO events (id, job_id, created_at, level, type, message, data, step) "
+                    "VALUES (?,?,?,'info','metrics',?,?,?) ON CONFLICT (job_id, step) WHERE step IS NOT NULL "
+                    "DO UPDATE SET message = excluded.message, data = excluded.data, created_at = excluded.created_at",
+                    new_id("ftevent"), job_id, now(), message, to_json(data), step,
+                )  # fmt: skip
+        return changed == 1
+
+    def count_engine_death(self, job_id: str) -> int:
+        """An engine died while it trained this job; returns how many did so without finishing an update."""
+        self._db.execute("UPDATE jobs SET num_engine_deaths = num_engine_deaths + 1 WHERE id = ?", job_id)
+        return self.require(job_id).num_engine_deaths
+
+    def add_checkpoint(self, record: CheckpointRecord) -> None:
+        """Register a durable checkpoint; the same (job, step) again replaces it."""
+        self._db.execute(
+            "INSERT INTO checkpoints (id, job_id, created_at, step, name, version, metrics) VALUES (?,?,?,?,?,?,?) "
+            "ON CONFLICT (job_id, step) DO UPDATE SET version = excluded.version, metrics = excluded.metrics",
+            record.id, record.job_id, record.created_at, record.step, record.name, record.version,
+            to_json(record.metrics),
+        )  # fmt: skip
+
+    def add_event(self, job_id: str, level: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Append a ``message`` event; ``level`` is info, warn or error."""
+        self._db.execute(
+            "INSERT INTO events (id, job_id, created_at, level, type, message, data) VALUES (?,?,?,?,'message',?,?)",
+            new_id("ftevent"), job_id, now(), level, message, to_json(data or {}),
+        )  # fmt: skip
+
+    def with_status(self, *statuses: JobStatus) -> list[JobRecord]:
+        """Jobs in any of these statuses, oldest first."""
+        marks = ",".join("?" * len(statuses))
+        sql = f"SELECT * FROM jobs WHERE status IN ({marks}) ORDER BY seq"
+        return [_job(row) for row in self._db.rows(sql, *(status.value for status in statuses))]
+
+    def by_local_key(self, key: str) -> JobRecord | None:
+        """The newest ``--lora-train`` job made from the same file, name and settings."""
+        row = self._db.first("SELECT * FROM jobs WHERE local_key = ? ORDER BY seq DESC LIMIT 1", key)
+        return _job(row) if row else None
+
+    def queue_position(self, job: JobRecord) -> int | None:
+        """1 for the queued job that runs next; None for a job that is not queued."""
+        if job.status is not JobStatus.QUEUED:
+            return None
+        ahead = "SELECT count(*) FROM jobs WHERE status = 'queued' AND seq <= (SELECT seq FROM jobs WHERE id = ?)"
+        return int(self._db.one(ahead, job.id)[0])
+
+    def page(
+        self, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+    ) -> tuple[list[JobRecord], bool]:
+        """One page of jobs, newest first, and whether more follow.
+
+        Raises:
+            UnknownCursorError: ``after`` is not a job's id.
+        """
+        where, args = "1 = 1", list[Any]()
+        for key, value in (metadata or {}).items():
+            where += (" AND EXISTS (SELECT 1 FROM json_each(jobs.request, '$.metadata') AS pair"
+                      " WHERE pair.key = ? AND pair.value = ?)")  # fmt: skip
+            args += [key, value]
+        rows, more = select_page(self._db, "jobs", where, args, (after, limit, True))
+        return [_job(row) for row in rows], more
+
+    def events(self, job_id: str, *, after: str | None = None, limit: int = 20) -> tuple[list[EventRecord], bool]:
+        """One page of a job's events, newest first, and whether more follow.
+
+        Raises:
+            UnknownCursorError: ``after`` is not an event's id.
+        """
+        rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, True))
+        return [_typed(row, EventRecord, ("data",)) for row in rows], more
+
+    def metrics(self, job_id: str) -> list[EventRecord]:
+        """The metrics of every step, in step order."""
+        sql = "SELECT * FROM events WHERE job_id = ? AND step IS NOT NULL ORDER BY step"
+        return [_typed(row, EventRecord, ("data",)) for row in self._db.rows(sql, job_id)]
+
+    def checkpoints(
+        self, job_id: str, *, after: str | None = None, limit: int = 10
+    ) -> tuple[list[CheckpointRecord], bool]:
+        """One page of a job's checkpoints, newest first, and whether more follow.
+
+        Raises:
+            UnknownCursorError: ``after`` is not a checkpoint's id.
+        """
+        rows, more = select_page(self._db, "checkpoints", "job_id = ?", [job_id], (after, limit, True))
+        return [_typed(row, CheckpointRecord, ("metrics",)) for row in rows], more
+
+
+_ENDED = {JobStatus.SUCCEEDED: "succeeded", JobStatus.FAILED: "failed", JobStatus.CANCELLED: "been cancelled"}
+
+
+def _dump(value: Any) -> str | None:
+    return None if value is None else to_json(value)
+
+
+def _typed(row: Any, kind: type[Any], json_columns: Iterable[str]) -> Any:
+    values = dict(row)
+    del values["seq"]
+    for name in json_columns:
+        values[name] = None if values[name] is None else msgspec.json.decode(values[name])
+    return msgspec.convert(values, kind)
+
+
+def _job(row: Any) -> JobRecord:
+    job: JobRecord = _typed(row, JobRecord, _JSON_COLUMNS)
+    return job

@@ -1,0 +1,202 @@
+"""Durable checkpoints: a folder is whole or absent, the last good one survives every crash, resume is bit-exact.
+
+``<job>/checkpoints/step-00000012/`` holds the adapter in PEFT format (fp32 masters), ``optimizer.safetensors`` (Adam
+moments), ``trainer_state.json`` and, written last, ``manifest.json`` with size and SHA-256 of each file. Order:
+temporary folder, write, fsync each file, rename, fsync the parent, read back and verify, only then remove older ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from fineinfer.adapters.config import AdapterError
+from fineinfer.adapters.peft_io import CONFIG_NAME, WEIGHTS_NAME, content_hash, load_adapter, save_adapter
+from fineinfer.adapters.weights import LoraWeights
+from fineinfer.messages import LoraSpec
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.optimizer import AdamW
+
+OPTIMIZER_NAME, STATE_NAME, MANIFEST_NAME = "optimizer.safetensors", "trainer_state.json", "manifest.json"
+NUM_KEPT = 2
+_FOLDER = re.compile(r"step-(\d{8,})")
+_TEMPORARY = ".tmp-"
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint could not be written (disk full, for example); the state in memory is unchanged, so try again."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "checkpoint_failed")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A verified checkpoint as read back from disk; ``trainer_state`` is the JSON object of the trainer."""
+
+    directory: Path
+    step: int
+    weights: LoraWeights
+    moments: dict[str, torch.Tensor]
+    trainer_state: dict[str, Any]
+
+
+def write_checkpoint(
+    job_dir: Path, weights: LoraWeights, lora: LoraSpec, optimizer: AdamW, trainer_state: dict[str, Any]
+) -> Path:
+    """Write, verify, then remove all but the newest ``NUM_KEPT`` checkpoints.
+
+    Args:
+        job_dir: Folder of the job.
+        weights: Master weights.
+        lora: The settings of their layout.
+        optimizer: Holds the moments.
+        trainer_state: JSON object with ``step`` and ``base_model``, besides what the trainer wants back.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: Nothing was added and nothing was removed.
+    """
+    root = job_dir / "checkpoints"
+    target = root / f"step-{trainer_state['step']:08d}"
+
+    def fill(folder: Path) -> None:
+        save_adapter(weights, lora, trainer_state["base_model"], folder)
+        moments = {"exp_avg": optimizer.exp_avg.cpu(), "exp_avg_sq": optimizer.exp_avg_sq.cpu()}
+        save_file(moments, folder / OPTIMIZER_NAME, metadata={"format": "pt"})
+        (folder / STATE_NAME).write_text(json.dumps(trainer_state, allow_nan=False))
+        (folder / MANIFEST_NAME).write_text(json.dumps({"files": _measure(folder)}, indent=2, sort_keys=True))
+
+    try:
+        _publish(root, target, fill)
+        _verify(target)
+        _remove_old(root)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {target.name} was not written: {error}") from error
+    return target
+
+
+def read_newest(job_dir: Path, weights_shape: Any, max_rank: int) -> SavedState | None:
+    """The newest checkpoint that is whole, or None. Damaged ones are logged and left where they are.
+
+    Args:
+        job_dir: Folder of the job.
+        weights_shape: The model's spec.
+        max_rank: Rank of the job's adapter.
+    """
+    for directory in sorted(_folders(job_dir / "checkpoints"), reverse=True):
+        try:
+            _verify(directory)
+            state = json.loads((directory / STATE_NAME).read_text())
+            weights = load_adapter(directory, weights_shape, max_rank)
+            return SavedState(directory, state["step"], weights, load_file(directory / OPTIMIZER_NAME), state)
+        except (OSError, ValueError, KeyError, TypeError, AdapterError, SafetensorError) as error:
+            logger.warning("checkpoint %s is damaged and is passed over: %s", directory.name, error)
+    return None
+
+
+def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
+    """Copy a checkpoint's adapter to ``<adapters_dir>/<sha256>``; does nothing if that version is there already.
+
+    Returns:
+        (version, folder).
+
+    Raises:
+        CheckpointError: The copy failed; no version was added.
+    """
+    version = content_hash(checkpoint)
+    target = adapters_dir / version
+
+    def fill(folder: Path) -> None:
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            shutil.copyfile(checkpoint / name, folder / name)
+
+    try:
+        if not target.is_dir() or content_hash(target) != version:
+            _publish(adapters_dir, target, fill)
+        if content_hash(target) != version:
+            raise CheckpointError(f"adapter {version} does not read back as written")
+    except (OSError, AdapterError) as error:
+        raise CheckpointError(f"adapter {version} was not published: {error}") from error
+    return version, target
+
+
+def _publish(root: Path, target: Path, fill: Callable[[Path], None]) -> None:
+    """Make ``target`` appear at once and durable, with the files that ``fill`` writes."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(leftover)
+    temporary = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        fill(temporary)
+        for path in temporary.iterdir():
+            _fsync(path)
+        _fsync(temporary)
+        if target.exists():  # a damaged one of the same name, or a replayed step
+            os.rename(target, root / f"{_TEMPORARY}{uuid.uuid4().hex}")
+        os.rename(temporary, target)
+        _fsync(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _measure(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in folder.iterdir()
+        if path.name != MANIFEST_NAME
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _verify(directory: Path) -> None:
+    """Raise ValueError or OSError unless every file is as the manifest says."""
+    files = json.loads((directory / MANIFEST_NAME).read_text())["files"]
+    missing = {CONFIG_NAME, WEIGHTS_NAME, OPTIMIZER_NAME, STATE_NAME} - set(files)
+    if missing:
+        raise ValueError(f"the manifest lacks {', '.join(sorted(missing))}")
+    if _measure(directory) != files:
+        raise ValueError("size or SHA-256 of a file differs from the manifest")
+
+
+def _folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.is_dir() else []
+
+
+def _remove_old(root: Path) -> None:
+    """Keep the newest ``NUM_KEPT``. Called only after the newest was verified."""
+    for directory in sorted(_folders(root), reverse=True)[NUM_KEPT:]:
+        doomed = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        os.rename(directory, doomed)  # so that a crash leaves no half of a checkpoint under its name
+        shutil.rmtree(doomed)

@@ -1,0 +1,212 @@
+"""The packed training file: token ids, loss mask and offsets, and the order in which updates read them.
+
+Everything here is a pure function of the file, the settings and the step, so a resumed job reads the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fineinfer.messages import TrainingSettings
+from fineinfer.training.errors import TrainingError
+
+HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences laid end to end; positions restart at each boundary.
+
+    Attributes:
+        input_ids: [num_tokens] int64.
+        positions: [num_tokens] int64, from 0 in each sequence.
+        rope_lengths: [num_tokens] int64, length of the row's sequence.
+        cu_seqlens: Boundaries, from 0 to num_tokens.
+        target_rows: [num_targets] int64: rows whose next token is trained.
+        target_ids: [num_targets] int64: those next tokens.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    rope_lengths: torch.Tensor
+    cu_seqlens: list[int]
+    target_rows: torch.Tensor
+    target_ids: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the micro-batch."""
+        return self.cu_seqlens[-1]
+
+    @property
+    def num_targets(self) -> int:
+        """Trained tokens of the micro-batch."""
+        return self.target_ids.shape[0]
+
+
+class PackedDataset:
+    """``dataset.safetensors`` of a job: input_ids int32 [N], loss_mask uint8 [N], offsets int64 [E + 1].
+
+    ``loss_mask[t] = 1`` means that token t is predicted from the tokens before it in its sequence; a sequence's
+    first token has none and is never a target. Sequences without a target are left out (and counted).
+
+    Args:
+        path: The file; read on demand, one update at a time.
+        sha256: Expected hash of the file.
+
+    Raises:
+        TrainingError: Missing, damaged, another file than expected, or nothing to train on.
+    """
+
+    def __init__(self, path: Path, sha256: str) -> None:
+        try:
+            digest = _file_sha256(path)
+            if digest != sha256:
+                raise TrainingError(f"{path.name} has SHA-256 {digest}, expected {sha256}", "dataset_changed")
+            self._file = safe_open(path, framework="np")
+            offsets = self._file.get_tensor("offsets")
+            mask = self._file.get_tensor("loss_mask")
+            sizes = {name: self._file.get_slice(name).get_shape() for name in ("input_ids", "loss_mask")}
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(f"{path.name} cannot be read: {error}", "dataset_unreadable") from error
+        lengths = np.diff(offsets)
+        if len(offsets) < 2 or offsets[0] != 0 or (lengths < 1).any():
+            raise TrainingError(f"{path.name}: offsets are not rising from 0", "dataset_unreadable")
+        if any(shape != [int(offsets[-1])] for shape in sizes.values()):
+            raise TrainingError(f"{path.name}: tensor sizes {sizes} do not fit the offsets", "dataset_unreadable")
+        counts = np.add.reduceat(mask != 0, offsets[:-1], dtype=np.int64) - (mask[offsets[:-1]] != 0)
+        self._offsets = offsets
+        self._examples = np.flatnonzero(counts > 0)
+        self.num_skipped = len(counts) - len(self._examples)
+        if not len(self._examples):
+            raise TrainingError(f"{path.name}: no example has a trained token", "no_trained_tokens")
+
+    @property
+    def num_examples(self) -> int:
+        """Examples that have at least one trained token."""
+        return len(self._examples)
+
+    def length(self, example: int) -> int:
+        """Tokens of one example."""
+        return int(self._offsets[example + 1] - self._offsets[example])
+
+    def longest(self, count: int) -> list[int]:
+        """Lengths of the ``count`` longest examples that are trained, longest first."""
+        lengths = np.diff(self._offsets)[self._examples]
+        return sorted(lengths.tolist(), reverse=True)[:count]
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """Example numbers of one epoch in training order.
+
+        Sorted by a hash of (seed, epoch, example) (splitmix64), so no library's random stream decides it.
+        """
+        state = np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)
+        key = _splitmix64(_splitmix64(state[:1]) ^ state[1:])
+        return self._examples[np.argsort(_splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
+
+    def micro_batch(self, examples: Sequence[int], device: torch.device) -> MicroBatch:
+        """Read whole examples into one flat micro-batch."""
+        ids, masks, positions, lengths = [], [], [], []
+        for example in examples:
+            start, end = int(self._offsets[example]), int(self._offsets[example + 1])
+            mask = self._file.get_slice("loss_mask")[start:end] != 0
+            mask[0] = False
+            ids.append(self._file.get_slice("input_ids")[start:end])
+            masks.append(mask)
+            positions.append(np.arange(end - start))
+            lengths.append(end - start)
+        all_ids = torch.from_numpy(np.concatenate(ids).astype(np.int64))
+        targets = torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
+        return MicroBatch(
+            input_ids=all_ids.to(device),
+            positions=torch.from_numpy(np.concatenate(positions)).to(device),
+            rope_lengths=torch.from_numpy(np.repeat(lengths, lengths)).to(device),
+            cu_seqlens=[0, *np.cumsum(lengths).tolist()],
+            target_rows=(targets - 1).to(device),
+            target_ids=all_ids[targets].to(device),
+        )
+
+
+class Schedule:
+    """Which examples each update reads, and how they are split into micro-batches.
+
+    Args:
+        dataset: The packed file.
+        settings: Batch size, accumulation, epochs and seed of the job.
+    """
+
+    def __init__(self, dataset: PackedDataset, settings: TrainingSettings) -> None:
+        self._dataset, self._settings = dataset, settings
+        self._order: tuple[int, np.ndarray] = (0, dataset.order(settings.seed, 0))  # of the newest epoch asked for
+        self.steps_per_epoch = -(-dataset.num_examples // settings.batch_size)
+        self.total_steps = self.steps_per_epoch * settings.n_epochs
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """No micro-batch of the job has more tokens."""
+        settings = self._settings
+        accumulation = settings.gradient_accumulation_steps
+        per_micro_batch = -(-settings.batch_size // accumulation) if accumulation else settings.batch_size
+        longest = self._dataset.longest(per_micro_batch)
+        most = sum(longest)
+        return most if accumulation else min(most, max(longest[0], settings.micro_batch_tokens))
+
+    def load(self, step: int, device: torch.device) -> list[MicroBatch]:
+        """The micro-batches of update ``step`` (from 0) on a device; none past the last update."""
+        if step >= self.total_steps:
+            return []
+        return [self._dataset.micro_batch(examples, device) for examples in self.micro_batches(step)]
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """Example numbers of each micro-batch of update ``step`` (from 0)."""
+        settings = self._settings
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * settings.batch_size
+        if self._order[0] != epoch:
+            self._order = (epoch, self._dataset.order(settings.seed, epoch))
+        examples = self._order[1][start : start + settings.batch_size].tolist()
+        if settings.gradient_accumulation_steps > 0:
+            parts = np.array_split(np.array(examples), min(settings.gradient_accumulation_steps, len(examples)))
+            return [part.tolist() for part in parts]
+        return self._pack(examples)
+
+    def _pack(self, examples: list[int]) -> list[list[int]]:
+        """Best-fit decreasing into bins of ``micro_batch_tokens``; a longer example has a bin of its own."""
+        limit = self._settings.micro_batch_tokens
+        bins: list[list[int]] = []
+        room: list[int] = []
+        for place in sorted(range(len(examples)), key=lambda p: (-self._dataset.length(examples[p]), p)):
+            length = self._dataset.length(examples[place])
+            fitting = [b for b in range(len(bins)) if room[b] >= length]
+            if fitting:
+                best = min(fitting, key=lambda b: (room[b], b))
+            else:
+                best = len(bins)
+                bins.append([])
+                room.append(limit)
+            bins[best].append(place)
+            room[best] -= length
+        return [[examples[place] for place in sorted(places)] for places in bins]
+
+
+def _splitmix64(values: np.ndarray) -> np.ndarray:
+    """The mixing function of Steele, Lea and Flood 2014, on uint64 (arithmetic wraps)."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""Linear layers with LoRA in training: one autograd function per fused block, saving only the input and x A^T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fineinfer.adapters.weights import LoraBlock, LoraLayout, LoraWeights
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One module of a fused block: its columns of the output, its columns of x A^T, B and the gradient of B."""
+
+    columns: slice
+    ranks: slice
+    scaling: float
+    b: torch.Tensor  # [out, rank]
+    grad_b: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    a: torch.Tensor  # [sum of ranks, in]: the modules' own A, one under the other
+    grad_a: torch.Tensor
+    parts: tuple[_Part, ...]
+
+
+class _LoraLinear(torch.autograd.Function):
+    """``x W^T + bias + scaling * (x A^T) B^T`` with W frozen; adapter gradients go straight into flat accumulators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: _Block
+    ) -> torch.Tensor:
+        y = F.linear(x, weight, bias)  # [num_tokens, out]
+        xa = x @ block.a.t()  # [num_tokens, sum of ranks]
+        for part in block.parts:
+            y[:, part.columns].addmm_(xa[:, part.ranks], part.b.t(), alpha=part.scaling)
+        ctx.save_for_backward(x, xa)
+        ctx.weight, ctx.block = weight, block  # frozen: nothing to save or to check
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        x, xa = ctx.saved_tensors
+        block: _Block = ctx.block
+        grad_xa = torch.empty_like(xa)
+        for part in block.parts:
+            grad_part = grad_y[:, part.columns]
+            torch.mm(grad_part, part.b, out=grad_xa[:, part.ranks])
+            _add_product(part.grad_b, grad_part.t(), xa[:, part.ranks], part.scaling)
+            grad_xa[:, part.ranks] *= part.scaling
+        _add_product(block.grad_a, grad_xa.t(), x, 1.0)
+        grad_x = (grad_y @ ctx.weight).addmm_(grad_xa, block.a)
+        return grad_x, None, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+    """``total += scaling * left @ right``, accumulated in the dtype of ``total`` (fp32 for a half-precision model)."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scaling)
+    else:
+        total.add_((left @ right).to(total.dtype), alpha=scaling)
+
+
+class TrainingProjection:
+    """The ``project`` callable of the decoder for a training step.
+
+    Args:
+        layout: Modules of the adapter.
+        compute: The adapter in the model's dtype.
+        grads: Gradient accumulators, in the dtype of the master weights.
+    """
+
+    def __init__(self, layout: LoraLayout, compute: LoraWeights, grads: LoraWeights) -> None:
+        self._blocks = {key: _views(block, compute, grads) for key, block in layout.blocks.items()}
+
+    def __call__(
+        self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[num_tokens, in] -> [num_tokens, out] of one fused block."""
+        adapted = self._blocks.get((layer_index, block))
+        if adapted is None:
+            return F.linear(x, weight, bias)
+        return _LoraLinear.apply(x, weight, bias, adapted)
+
+
+def _views(block: LoraBlock, compute: LoraWeights, grads: LoraWeights) -> _Block:
+    parts, first = [], 0
+    for module in block.modules:
+        parts.append(
+            _Part(
+                columns=slice(module.out_start, module.out_end),
+                ranks=slice(first, first + module.rank),
+                scaling=module.scaling,
+                b=compute.b(module),
+                grad_b=grads.b(module),
+            )
+        )
+        first += module.rank
+    return _Block(compute.block_a(block), grads.block_a(block), tuple(parts))

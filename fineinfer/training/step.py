@@ -1,0 +1,177 @@
+"""A training step that can stop at every layer (DESIGN 5.2): forward and backward of one micro-batch as a generator.
+
+Every layer is a small autograd graph of its own: forward takes a detached input, backward runs that one graph and
+hands the input's gradient down. Kept layers hold their graph until then, recomputed layers only their input; both run
+the same graph-building forward, so the bits are equal whatever was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fineinfer.kernels.reference import attention_varlen
+from fineinfer.model.decoder import Decoder, Project
+from fineinfer.training.activations import ActivationSizes
+from fineinfer.training.dataset import MicroBatch
+from fineinfer.training.loss import head_chunk
+
+KeepPolicy = Callable[[int, int], bool]  # (tokens of the micro-batch, layer index) -> keep its graph
+Unit = tuple[str, int]  # (kind, tokens)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every micro-batch of a job shares.
+
+    Attributes:
+        decoder: The frozen base model.
+        project: Linear layers with LoRA.
+        keep: Asked at each layer's forward whether its graph is kept.
+        head_chunk_tokens: Trained tokens of one head unit.
+        sizes: Bytes of activations.
+    """
+
+    decoder: Decoder
+    project: Project
+    keep: KeepPolicy
+    head_chunk_tokens: int
+    sizes: ActivationSizes
+
+
+class MicroBatchPass:
+    """Forward and backward of one micro-batch. Gradients of the adapter are added to the accumulators of ``project``.
+
+    Args:
+        context: Model and job.
+        batch: The sequences.
+        loss_scale: 1 / trained tokens of the whole update.
+
+    Attributes:
+        loss_sum: Sum of the token losses so far, an fp64 scalar on the device.
+        num_correct: Correctly predicted targets so far, an int64 scalar on the device.
+    """
+
+    def __init__(self, context: StepContext, batch: MicroBatch, loss_scale: float) -> None:
+        self._context, self._batch, self._loss_scale = context, batch, loss_scale
+        self._x: torch.Tensor | None = None  # running activation, [num_tokens, hidden]
+        self._grad: torch.Tensor | None = None  # gradient of the running activation on the way back
+        self._inputs: list[torch.Tensor | None] = [None] * context.decoder.spec.num_layers
+        self._outputs: list[torch.Tensor | None] = [None] * context.decoder.spec.num_layers
+        self._rows = context.decoder.rope.rows(batch.positions, batch.rope_lengths)
+        lengths = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+        self._graph_bytes = context.sizes.graph(lengths)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
+        self.num_correct = torch.zeros((), dtype=torch.int64, device=batch.input_ids.device)
+
+    def units(self) -> Iterator[Unit]:
+        """Run one unit at a time: embed, layers forward, head chunks, layers backward.
+
+        Grad mode is entered inside each unit, never across a yield, where it would leak into the caller.
+        """
+        num_tokens, num_layers = self._batch.num_tokens, self._context.decoder.spec.num_layers
+        self._embed()
+        yield "embed", num_tokens
+        for layer in range(num_layers):
+            self._forward(layer)
+            yield "forward", num_tokens
+        for start in range(0, self._batch.num_targets, self._context.head_chunk_tokens):
+            yield "head", self._head(start)
+        self._x = None
+        for layer in reversed(range(num_layers)):
+            kind = "recompute" if self._outputs[layer] is None else "backward"
+            self._backward(layer)
+            yield kind, num_tokens
+
+    def drop_kept(self, bytes_wanted: int | None = None) -> tuple[int, int]:
+        """Drop kept graphs until ``bytes_wanted`` are free (None: all); their layers are recomputed later, bit-equal.
+
+        The first layers go first: their backward is the last, so the bytes stay free longest.
+
+        Returns:
+            (layers dropped, bytes freed).
+        """
+        dropped = freed = 0
+        for layer in range(len(self._outputs)):
+            if bytes_wanted is not None and freed >= bytes_wanted:
+                break
+            if self._outputs[layer] is not None:
+                self._outputs[layer] = None
+                dropped, freed = dropped + 1, freed + self._graph_bytes
+        return dropped, freed
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the micro-batch."""
+        return self._batch.num_tokens
+
+    @property
+    def num_kept(self) -> int:
+        """Layers whose graph is held now."""
+        return sum(output is not None for output in self._outputs)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of layer inputs and kept graphs held now."""
+        num_inputs = sum(tensor is not None for tensor in self._inputs)
+        return num_inputs * self._context.sizes.inputs(self._batch.num_tokens) + self.num_kept * self._graph_bytes
+
+    def backward_kinds(self) -> list[str]:
+        """Kinds of the backward units still to come, last layer first; a layer not yet forward counts as kept."""
+        kinds = []
+        for layer in reversed(range(self._context.decoder.spec.num_layers)):
+            dropped = self._inputs[layer] is not None and self._outputs[layer] is None
+            kinds.append("recompute" if dropped else "backward")
+        return kinds
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _embed(self) -> None:
+        self._x = self._context.decoder.embed(self._batch.input_ids)
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _run_layer(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        return self._context.decoder.layer(layer, x, self._rows, self._context.project, self._attend)
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention_varlen(q, k, v, self._batch.cu_seqlens, self._context.decoder.spec.sliding_windows[layer])
+
+    @torch.inference_mode(False)
+    def _forward(self, layer: int) -> None:
+        if self._x is None:
+            raise RuntimeError("a layer's forward needs the one before it")
+        leaf = self._x.detach().requires_grad_()
+        output = self._run_layer(layer, leaf)
+        self._inputs[layer] = leaf
+        if self._context.keep(self._batch.num_tokens, layer):
+            self._outputs[layer] = output
+        self._x = output.detach()
+
+    @torch.inference_mode(False)
+    def _head(self, start: int) -> int:
+        batch, x = self._batch, self._x
+        if x is None:
+            raise RuntimeError("the head needs the last layer's output")
+        if self._grad is None:
+            self._grad = torch.zeros_like(x)
+        rows = batch.target_rows[start : start + self._context.head_chunk_tokens]
+        targets = batch.target_ids[start : start + self._context.head_chunk_tokens]
+        result = head_chunk(self._context.decoder, x[rows], targets, self._loss_scale)
+        self._grad[rows] = result.grad
+        self.loss_sum += result.loss_sum
+        self.num_correct += result.num_correct
+        return rows.shape[0]
+
+    @torch.inference_mode(False)
+    def _backward(self, layer: int) -> None:
+        leaf, output = self._inputs[layer], self._outputs[layer]
+        self._inputs[layer] = self._outputs[layer] = None
+        if leaf is None:
+            raise RuntimeError("a layer's backward needs its forward")
+        if output is None:
+            output = self._run_layer(layer, leaf)
+        (grad,) = torch.autograd.grad(output, leaf, self._grad)
+        self._grad = grad if layer > 0 else None

@@ -1,0 +1,401 @@
+"""The trainer of one job: runs it one unit at a time, owns gradients, optimizer and data cursor, writes checkpoints.
+
+It has no thread and calls no governor: whoever drives it decides when ``advance`` is called, and answers the injected
+keep policy. A job is a pure function of its settings and data, whatever the pace and whatever was kept or dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from fineinfer.adapters.config import AdapterError
+from fineinfer.adapters.weights import LoraLayout
+from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
+from fineinfer.model.decoder import Decoder
+from fineinfer.training.activations import measure_activations
+from fineinfer.training.checkpoint import CheckpointError, publish_adapter, read_newest, write_checkpoint
+from fineinfer.training.dataset import MicroBatch, PackedDataset, Schedule
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.projection import TrainingProjection
+from fineinfer.training.reports import Cursor, log_entry, progress_message
+from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
+from fineinfer.training.state import AdapterState
+from fineinfer.training.step import KeepPolicy, StepContext, Unit
+from fineinfer.training.update import RunningUpdate, micro_batch_units
+
+MAX_BAD_UPDATES_IN_A_ROW = 3
+NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
+HEAD_CHUNK_TOKENS = {"cpu": 128, "cuda": 512}  # a head unit should take about as long as a layer unit
+
+ReportT = TypeVar("ReportT", JobProgress, JobNote, JobCheckpoint)
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One finished unit: embed, forward, head, backward, recompute (forward and backward), optimizer or checkpoint."""
+
+    kind: str
+    num_tokens: int
+
+
+class Trainer:
+    """Runs one fine-tuning job.
+
+    Args:
+        decoder: The frozen base model.
+        start: The job; goes on from the newest whole checkpoint in its folder.
+        keep_policy: Asked at each layer's forward, ``(tokens of the micro-batch, layer)``, whether the graph is kept;
+            not asked when the job's ``recompute`` is "always" or "never".
+        head_chunk_tokens: Rows of one head unit; None chooses by device.
+
+    Attributes:
+        cursor: Where the job stands.
+        schedule: Its updates.
+        log_history: One entry a finished update, as transformers' trainer_state.json.
+
+    Raises:
+        TrainingError: The job cannot start: data, hyperparameters, dtype or checkpoint do not fit.
+    """
+
+    def __init__(
+        self, decoder: Decoder, start: StartJob, keep_policy: KeepPolicy, head_chunk_tokens: int | None = None
+    ) -> None:
+        self._job, settings = start, start.settings
+        check_settings(settings)
+        dataset = PackedDataset(Path(start.job_dir) / "dataset.safetensors", start.dataset_sha256)
+        self.schedule = Schedule(dataset, settings)
+        try:
+            layout = LoraLayout.uniform(decoder.spec, settings.lora)
+        except AdapterError as error:
+            raise TrainingError(str(error), "invalid_hyperparameters") from error
+        self._state = AdapterState(layout, settings, decoder.dtype, decoder.device)
+        project = TrainingProjection(layout, self._state.compute, self._state.grads)
+        chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
+        keep = {"always": _never, "never": _always}.get(settings.recompute, keep_policy)
+        sizes = measure_activations(decoder, project, chunk)
+        self._context = StepContext(decoder, project, keep, chunk, sizes)
+        self.cursor = Cursor()
+        self.log_history: list[dict[str, Any]] = []
+        self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
+        if dataset.num_skipped:
+            self._note("warn", f"{dataset.num_skipped} examples have no trained token and are left out")
+        self._saved_step = self._announced_step = 0
+        self._resume()
+        self._update: RunningUpdate | None = None
+        self._next = self._load(self.cursor.step)
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def job_id(self) -> str:
+        """The job's id."""
+        return self._job.job_id
+
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+        return self.cursor.step
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole job."""
+        return self.schedule.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates of one epoch."""
+        return self.schedule.steps_per_epoch
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._context.sizes.num_layers
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Parameters of the adapter."""
+        return self._state.masters.layout.num_parameters
+
+    @property
+    def finished(self) -> bool:
+        """Whether every update is done and the last checkpoint is written."""
+        return self.cursor.step >= self.total_steps and not self.checkpoint_due
+
+    @property
+    def at_update_boundary(self) -> bool:
+        """Whether no update is under way."""
+        return self._update is None
+
+    @property
+    def micro_batch_open(self) -> bool:
+        """Whether a micro-batch is under way, so that its activations are held."""
+        return self._update is not None and self._update.current is not None
+
+    @property
+    def begins_micro_batch(self) -> bool:
+        """Whether the next ``advance`` begins a micro-batch, so that its activations must be leased first."""
+        if self._update is not None:
+            return self._update.begins_micro_batch
+        return bool(self._next) and not self.checkpoint_due
+
+    # ------------------------------------------------------------ running
+
+    def advance(self) -> UnitReport:
+        """Run exactly one unit.
+
+        Raises:
+            TrainingError: The job is finished or has failed: three updates in a row were not finite, the adapter is
+                not finite, or the last checkpoint could not be written.
+        """
+        if self._update is None and self.checkpoint_due:
+            self._checkpoint_unit()
+            return UnitReport("checkpoint", 0)
+        if self._update is None:
+            if not self._next:
+                raise TrainingError("the job is finished")
+            self._state.grads.flat.zero_()
+            self._update = RunningUpdate(self._context, self._next, self._undecided_kind)
+        return UnitReport(*(self._update.advance() or self._finish_update(self._update)))
+
+    def abandon_update(self) -> None:
+        """Drop the running update and its memory; ``advance`` runs it again from its start, with the same result."""
+        if self._update is not None:
+            self._update.abandon()
+        self._update = None
+
+    def close(self) -> None:
+        """Free everything; the trainer cannot be used after this."""
+        self.abandon_update()
+        self._next = []
+        del self._context, self._state
+
+    def _finish_update(self, update: RunningUpdate) -> Unit:
+        cursor, settings = self.cursor, self._job.settings
+        loss, accuracy = update.loss(), update.accuracy()
+        warmup = warmup_steps(self.total_steps, settings.warmup_ratio)
+        factor = lr_factor(settings.lr_scheduler, cursor.step, self.total_steps, warmup)
+        learning_rate = settings.learning_rate * factor
+        applied = self._state.apply(loss, learning_rate)
+        self._update = None
+        cursor.count(update.num_tokens, update.num_targets, applied.skipped)
+        entry = log_entry(cursor, self.steps_per_epoch, loss, learning_rate, applied.grad_norm, accuracy)
+        self.log_history.append(entry)
+        if cursor.bad_in_a_row >= MAX_BAD_UPDATES_IN_A_ROW:
+            raise TrainingError(
+                f"loss or gradient was not finite in {cursor.bad_in_a_row} updates in a row, "
+                f"the last of them update {cursor.step}",
+                "non_finite",
+            )
+        if applied.skipped:
+            self._note("warn", f"update {cursor.step} was skipped: its loss or gradient is not finite")
+        else:
+            self._reports.append(progress_message(self.job_id, entry, self.total_steps))
+        self._next = self._load(cursor.step)
+        return "optimizer", update.num_tokens
+
+    # ------------------------------------------------------------ what to tell the user
+
+    def take_progress(self) -> list[JobProgress]:
+        """Finished updates since the last call, skipped ones left out; rates are 0, for the host to fill in.
+
+        After a resume the newest updates before it come again: their messages may have been lost.
+        """
+        return self._take(JobProgress)
+
+    def take_notes(self) -> list[JobNote]:
+        """Notes for the job's events since the last call."""
+        return self._take(JobNote)
+
+    def take_checkpoints(self) -> list[JobCheckpoint]:
+        """Checkpoints written and verified since the last call."""
+        return self._take(JobCheckpoint)
+
+    def _take(self, kind: type[ReportT]) -> list[ReportT]:
+        taken: list[ReportT] = [report for report in self._reports if isinstance(report, kind)]
+        self._reports = [report for report in self._reports if not isinstance(report, kind)]
+        return taken
+
+    def _note(self, level: str, message: str) -> None:
+        self._reports.append(JobNote(job_id=self.job_id, level=level, message=message))
+
+    # ------------------------------------------------------------ for the scheduler
+
+    @property
+    def _undecided_kind(self) -> str:
+        return "recompute" if self._job.settings.recompute == "always" else "backward"
+
+    def remaining_units(self) -> Counter[Unit]:
+        """How often each (kind, tokens) is still to run in the running update; empty at an update boundary."""
+        return Counter(self._update.remaining() if self._update is not None else ())
+
+    def next_update_units(self) -> Counter[Unit]:
+        """The same for the next update to start, and for a checkpoint that is due before it."""
+        batches = self._next if self._update is None else self._load(self.cursor.step + 1)
+        units = [u for batch in batches for u in micro_batch_units(batch, self._context, self._undecided_kind)]
+        if batches:
+            units.append(("optimizer", sum(batch.num_tokens for batch in batches)))
+        if self._update is None and self.checkpoint_due:
+            units.append(("checkpoint", 0))
+        return Counter(units)
+
+    # ------------------------------------------------------------ for the memory governor
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes the job holds all the time: masters, compute copy, gradients, moments."""
+        return self._state.num_bytes
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """No micro-batch of the job has more tokens."""
+        return self.schedule.max_micro_batch_tokens
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the micro-batch under way, 0 between two."""
+        current = None if self._update is None else self._update.current
+        return 0 if current is None else current.num_tokens
+
+    def next_micro_batch_tokens(self) -> int:
+        """Tokens of the next micro-batch to begin, 0 when none is left."""
+        waiting = None if self._update is None else self._update.next_micro_batch_tokens
+        if waiting is None:
+            batches = self._next if self._update is None else self._load(self.cursor.step + 1)
+            waiting = batches[0].num_tokens if batches else 0
+        return waiting
+
+    def bytes_if_all_kept(self, num_tokens: int) -> int:
+        """Peak activation bytes of a micro-batch of this many tokens with every layer kept."""
+        return self._context.sizes.all_kept([num_tokens])
+
+    def bytes_if_recomputed(self, num_tokens: int) -> int:
+        """The same with every layer recomputed."""
+        return self._context.sizes.all_recomputed([num_tokens])
+
+    def held_bytes(self) -> int:
+        """Bytes of layer inputs and kept graphs held now."""
+        current = None if self._update is None else self._update.current
+        return 0 if current is None else current.held_bytes
+
+    def num_kept_layers(self) -> int:
+        """Layers whose graph is held now."""
+        current = None if self._update is None else self._update.current
+        return 0 if current is None else current.num_kept
+
+    def drop_kept(self, bytes_wanted: int | None = None) -> tuple[int, int]:
+        """Free kept graphs in mid-step (None: all of them); their layers are recomputed, bit-equal.
+
+        Returns:
+            (layers dropped, bytes freed); nothing for a job with ``recompute="never"``.
+        """
+        current = None if self._update is None else self._update.current
+        if current is None or self._job.settings.recompute == "never":
+            return 0, 0
+        return current.drop_kept(bytes_wanted)
+
+    # ------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is to be announced here: each ``save_steps``, else each epoch; and at the end."""
+        step = self.cursor.step
+        every = self._job.settings.save_steps or self.steps_per_epoch
+        return step != self._announced_step and (step % every == 0 or step >= self.total_steps)
+
+    def save_resume_point(self) -> Path | None:
+        """Write the state after the last finished update, without publishing it; None before the first update.
+
+        May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
+
+        Raises:
+            CheckpointError: Nothing was written and nothing was lost; try again.
+            TrainingError: The adapter is not finite.
+        """
+        step, directory = self.cursor.step, Path(self._job.job_dir)
+        if step == 0:
+            return None
+        if not self._state.masters.is_finite():
+            raise TrainingError(f"the adapter is not finite after update {step}", "non_finite")
+        if step == self._saved_step:
+            return directory / "checkpoints" / f"step-{step:08d}"
+        state = {
+            "step": step,
+            "global_step": step,
+            "max_steps": self.total_steps,
+            "num_train_epochs": self._job.settings.n_epochs,
+            "cursor": asdict(self.cursor),
+            "optimizer_updates": self._state.optimizer.num_updates,
+            "log_history": self.log_history,
+            **self._identity(),
+        }
+        lora = self._job.settings.lora
+        written = write_checkpoint(directory, self._state.masters, lora, self._state.optimizer, state)
+        self._saved_step = step
+        return written
+
+    def _checkpoint_unit(self) -> None:
+        """Save, publish and announce; a disk that is full costs this checkpoint, and the job only at its end."""
+        try:
+            directory = self.save_resume_point()
+            if directory is None:
+                raise TrainingError("there is nothing to save before the first update")
+            version, adapter = publish_adapter(directory, Path(self._job.adapters_dir))
+        except CheckpointError as error:
+            if self.cursor.step >= self.total_steps:
+                raise
+            self._announced_step = self.cursor.step
+            self._note("error", f"{error}; training goes on, the next checkpoint is tried at its time")
+            return
+        self._announced_step = self.cursor.step
+        losses = [entry["loss"] for entry in self.log_history if entry["loss"] is not None]
+        self._reports.append(
+            JobCheckpoint(
+                job_id=self.job_id,
+                name=self._job.name,
+                step=self.cursor.step,
+                version=version,
+                directory=str(adapter),
+                checkpoint_dir=str(directory),
+                loss=losses[-1] if losses else math.nan,
+                trained_tokens=self.cursor.trained_tokens,
+                final=self.cursor.step >= self.total_steps,
+            )
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on to be this job's."""
+        settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
+        job = self._job
+        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+
+    def _resume(self) -> None:
+        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
+        if saved is None:
+            return
+        for key, value in self._identity().items():
+            if saved.trainer_state.get(key) != value:
+                raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
+        self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
+        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
+        # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
+        self._saved_step = self.cursor.step
+        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
+        self._reports += [progress_message(self.job_id, entry, self.total_steps) for entry in newest]
+        self._note("info", f"training goes on from the checkpoint of update {saved.step}")
+
+    def _load(self, step: int) -> list[MicroBatch]:
+        return self.schedule.load(step, self._context.decoder.device)
+
+
+def _always(_tokens: int, _layer: int) -> bool:
+    return True
+
+
+def _never(_tokens: int, _layer: int) -> bool:
+    return False

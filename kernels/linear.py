@@ -1,0 +1,71 @@
+"""``y = x @ weight.T + bias`` for rows of tokens, on whichever library is fastest at few rows.
+
+fp32 on a CPU: ``F.linear`` goes to a GEMM that is slow for the few rows of a decode step; oneDNN's own entry point on
+the same plain weights (no packed second copy) takes half the time for wide outputs. It is private to torch, so a probe
+in each process decides once whether it exists, agrees and pays.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+MAX_FAST_ROWS = 256
+_PROBE_ROWS, _PROBE_IN, _PROBE_OUT = 16, 512, 16384  # wide enough that a timing tells something; 33 MB, 0.1 s
+_PROBE_REPEATS = 4
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Linear map of token rows.
+
+    Args:
+        x: [num_tokens, in_features].
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+
+    Returns:
+        [num_tokens, out_features], in ``x``'s dtype. A graph-building call always takes ``F.linear``.
+    """
+    if (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and 0 < x.shape[0] <= MAX_FAST_ROWS
+        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and onednn_linear_pays()
+    ):
+        return _onednn(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+@functools.cache
+def onednn_linear_pays() -> bool:
+    """Whether oneDNN's linear exists here, agrees with ``F.linear`` and is faster at few rows (probed once)."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        x = torch.randn(_PROBE_ROWS, _PROBE_IN, generator=generator)
+        weight = torch.randn(_PROBE_OUT, _PROBE_IN, generator=generator)
+        bias = torch.randn(_PROBE_OUT, generator=generator)
+        try:
+            ours = _onednn(x, weight, bias)
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+        if not torch.allclose(ours, F.linear(x, weight, bias), rtol=1e-4, atol=1e-3):
+            return False
+        return _seconds(lambda: _onednn(x, weight, None)) < _seconds(lambda: F.linear(x, weight))
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_PROBE_REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)

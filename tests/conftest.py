@@ -1,0 +1,53 @@
+"""Fixtures of every test room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """Folder of the embedded 135M model as safetensors (converted into the cache by the first session)."""
+    from fineinfer.model.gguf import converted_gguf, embedded_gguf
+
+    return converted_gguf(embedded_gguf())
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[..., tuple[Any, Path]]:
+    """Makes a tiny random transformers model and its saved folder: ``tiny_model("Qwen2", seed=0, **config)``."""
+
+    def make(family: str, seed: int = 0, shard_size: str | None = None, **options: Any) -> tuple[Any, Path]:
+        import torch
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**{**TINY, **options})
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # norms and biases away from 1 and 0, so that forgetting or swapping one shows
+                parameter.add_(torch.randn_like(parameter), alpha=0.3 if "norm" in name or "bias" in name else 0.1)
+        folder = tmp_path / f"{family}-{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
+        return model, folder
+
+    return make

@@ -1,0 +1,191 @@
+"""fineinfer.config: precedence, parsing, and errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fineinfer.config import SETTINGS, Config, ConfigError, is_loopback, load_config, parse_size
+
+PRESETS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults() -> None:
+    config = load_config()
+    assert config.server.host == "127.0.0.1" and config.server.port == 8000
+    assert config.scheduler.policy == "deferred" and config.scheduler.deferral_bound_s == 1.0
+    assert config.model.model is None and config.memory.memory_budget is None
+    assert config.server.state_dir == Path.home() / ".fineinfer"
+    assert config.hyperparameters() == {}
+
+
+def test_flag_beats_yaml_beats_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, "port: 2\nmax-num-seqs: 20\n")
+    env = {"FINEINFER_PORT": "1", "FINEINFER_MAX_NUM_SEQS": "10", "FINEINFER_MAX_LORAS": "5"}
+    config = load_config({"port": "3", "dtype": None}, env, path)
+    assert config.server.port == 3
+    assert config.scheduler.max_num_seqs == 20
+    assert config.memory.max_loras == 5
+
+
+def test_every_setting_has_one_group_and_is_described() -> None:
+    groups: list[Any] = [type(group.default) for group in dataclasses.fields(Config)]
+    names = [item.name for group in groups for item in dataclasses.fields(group)]
+    assert len(names) == len(set(names)) == len(SETTINGS)
+    for setting in SETTINGS.values():
+        assert setting.help.strip() and setting.metavar.isupper() and setting.flag.startswith("--")
+
+
+@pytest.mark.parametrize("key", ["max-model-len", "max_model_len"])
+def test_yaml_keys_may_be_spelled_as_flags(tmp_path: Path, key: str) -> None:
+    assert load_config(config_file=write(tmp_path, f"{key}: 512")).model.max_model_len == 512
+
+
+def test_unknown_yaml_key_names_a_close_match(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.yaml: unknown key 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"):
+        load_config(config_file=write(tmp_path, "max-num-seq: 3"))
+
+
+def test_unrelated_environment_is_ignored() -> None:
+    assert load_config(env={"FINEINFER_CACHE": "/x", "FINEINFER_URL": "http://x", "PORT": "1"}) == load_config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- port", "expected 'key: value' lines"),
+        ("port: [", "not valid YAML"),
+        ("port: true", "expected a whole number"),
+        ("port: 70000", "between 1 and 65535"),
+        ("policy: fastest", "expected one of deferred, inference-first, train-first"),
+    ],
+)
+def test_bad_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(config_file=write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_yaml_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file"):
+        load_config(config_file=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("port", "x"),
+        ("port", "0"),
+        ("deferral_bound_s", "nan"),
+        ("deferral_bound_s", "-1"),
+        ("gpu_memory_utilization", "0"),
+        ("gpu_memory_utilization", "1.1"),
+        ("learning_rate", "0"),
+        ("memory_budget", "4 parsecs"),
+        ("max_num_seqs", "0"),
+        ("seed", "-1"),
+        ("epochs", "1.5"),
+        ("metrics_prefix", "no spaces:"),
+        ("lora_target_modules", ","),
+    ],
+)
+def test_bad_flags_name_the_flag(name: str, raw: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: "):
+        load_config({name: raw})
+
+
+def test_unknown_flag_names_a_close_match() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'policy'"):
+        load_config({"polcy": "deferred"})
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_bytes"),
+    [("1024", 1024), (2048, 2048), ("4GiB", 4 << 30), ("4g", 4 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536)],
+)
+def test_sizes(raw: object, num_bytes: int) -> None:
+    assert parse_size(raw) == num_bytes
+
+
+@pytest.mark.parametrize("raw", ["", "GiB", "-1", "0", "4GiBs", "1e9", True])
+def test_bad_sizes(raw: object) -> None:
+    with pytest.raises(ValueError, match=r"size|0 bytes"):
+        parse_size(raw)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.5.5.5", "::1", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org")),
+    ],
+)
+def test_open_address_needs_a_key(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
+    assert load_config({"host": host, "api_key": ["k"]}).server.host == host
+    if local:
+        load_config({"host": host})
+    else:
+        with pytest.raises(ConfigError, match="--api-key"):
+            load_config({"host": host})
+
+
+def test_api_keys_come_as_list_or_commas_and_stay_out_of_errors(tmp_path: Path) -> None:
+    assert load_config(env={"FINEINFER_API_KEY": "a, b"}).server.api_key == ("a", "b")
+    assert load_config(config_file=write(tmp_path, "api-key: [a, b]")).server.api_key == ("a", "b")
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={"FINEINFER_API_KEY": " , "})
+    assert "***" in str(caught.value)
+
+
+def test_training_flags_become_rest_hyperparameters(tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    flags = {"lora_train": str(data), "lora_r": "8", "lora_target_modules": "q_proj,v_proj", "epochs": "2"}
+    config = load_config(flags | {"learning_rate": "1e-3", "recompute": "always"})
+    assert config.train.lora_train == data
+    assert config.hyperparameters() == {
+        "n_epochs": 2,
+        "learning_rate": 1e-3,
+        "recompute": "always",
+        "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
+    }
+
+
+def test_training_that_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora-train: no such file"):
+        load_config({"lora_train": str(tmp_path / "none.jsonl")})
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    with pytest.raises(ConfigError, match="--max-lora-rank 64"):
+        load_config({"lora_train": str(data), "lora_r": "128"})
+
+
+def test_config_cannot_be_changed() -> None:
+    config = load_config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.server.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_load_and_begin_with_their_command(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# fineinfer serve") and f"--config {path.stem}" in first
+    config = load_config(config_file=path)
+    for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        setting = SETTINGS[key.replace("-", "_")]
+        assert getattr(getattr(config, setting.group), setting.name) == setting.parse(value)
+
+
+def test_there_are_presets() -> None:
+    assert {"embedded-cpu", "llama-8b-h100", "qwen3-cpu"} <= {path.stem for path in PRESETS}

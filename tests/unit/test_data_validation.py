@@ -1,0 +1,168 @@
+"""Malformed training files are refused by line, with true numbers, in constant memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fineinfer.data.openai_chat import RowError, parse_row
+from fineinfer.data.problems import MAX_SHOWN, Problem, ProblemLog
+from fineinfer.data.reader import read_rows
+
+USER = {"role": "user", "content": "q"}
+GOOD = {"messages": [USER, {"role": "assistant", "content": "a"}]}
+
+
+def write(tmp_path: Path, content: bytes) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def test_bom_crlf_blank_lines_and_missing_last_newline_are_fine(tmp_path: Path) -> None:
+    row = json.dumps(GOOD).encode()
+    path = write(tmp_path, b"\xef\xbb\xbf" + row + b"\r\n\r\n  \n" + row + b"\n" + row)
+    assert [(line, row == GOOD) for line, row in read_rows(path)] == [(1, True), (4, True), (5, True)]
+
+
+def test_unicode_line_separators_do_not_split_rows(tmp_path: Path) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "a\u2028b\x85c\x0bd"}]}
+    path = write(tmp_path, json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    assert [(line, value == row) for line, value in read_rows(path)] == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (b"{broken", "invalid_json"),
+        (b'{"a": 1} trailing', "invalid_json"),
+        (b"\xff\xfe{\x00}\x00", "not_utf8"),
+        (b'{"a": "caf\xe9"}', "not_utf8"),
+        (b'{"a": "\\ud800"}', "invalid_json"),
+        (b'{"a": NaN}', "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b"\x00\x01", "invalid_json"),
+    ],
+)
+def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path, raw: bytes, code: str) -> None:
+    good = json.dumps(GOOD).encode()
+    rows = list(read_rows(write(tmp_path, good + b"\n" + raw + b"\n" + good + b"\n")))
+    assert [line for line, _ in rows] == [1, 2, 3]
+    assert isinstance(rows[1][1], Problem)
+    assert (rows[1][1].line, rows[1][1].code) == (2, code)
+    assert rows[2][1] == GOOD
+
+
+def test_a_huge_line_is_skipped_in_constant_memory(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    with path.open("wb") as out:
+        out.write(b"{}\n")
+        for _ in range(64):
+            out.write(b"x" * (1 << 20))
+        out.write(b"\n{}\n")
+    tracemalloc.start()
+    rows = list(read_rows(path, max_line_bytes=1 << 20))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [line for line, _ in rows] == [1, 2, 3]
+    assert isinstance(rows[1][1], Problem) and rows[1][1].code == "line_too_long"
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("length", [62, 63, 64, 65, 66, 128])
+def test_the_line_limit_counts_bytes_exactly(tmp_path: Path, length: int) -> None:
+    line = b'"' + b"x" * (length - 2) + b'"'
+    for end in (b"", b"\n"):
+        rows = list(read_rows(write(tmp_path, line + end + (b"1\n" if end else b"")), max_line_bytes=64))
+        assert isinstance(rows[0][1], Problem) == (length > 64)
+        assert len(rows) == (2 if end else 1)
+
+
+BAD_ROWS: list[tuple[Any, str, str | None]] = [
+    ([], "not_an_object", None),
+    ("text", "not_an_object", None),
+    ({}, "missing_messages", "messages"),
+    ({"messages": None, "prompt": "x"}, "missing_messages", "messages"),
+    ({"conversations": []}, "missing_messages", "messages"),
+    ({**GOOD, "text": "x"}, "ambiguous_format", "text"),
+    ({**GOOD, "tools": [{}]}, "unsupported_field", "tools"),
+    ({"messages": []}, "invalid_type", "messages"),
+    ({"messages": {"role": "user"}}, "invalid_type", "messages"),
+    ({"messages": ["x"]}, "invalid_type", "messages[0]"),
+    ({"messages": [{"content": "x"}]}, "missing_role", "messages[0].role"),
+    ({"messages": [{"role": 3, "content": "x"}]}, "invalid_type", "messages[0].role"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "invalid_role", "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_role", "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "missing_content", "messages[0].content"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "missing_content", "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_content", "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "content": 5}]}, "invalid_type", "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "invalid_type",
+     "messages[1].content"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0.5}]}, "invalid_weight",
+     "messages[1].weight"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": True}]}, "invalid_weight",
+     "messages[1].weight"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": "1"}]}, "invalid_weight",
+     "messages[1].weight"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": [1]}]}, "invalid_weight",
+     "messages[1].weight"),
+    ({"messages": [{**USER, "weight": 1}, {"role": "assistant", "content": "a"}]}, "invalid_weight",
+     "messages[0].weight"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "unsupported_field",
+     "messages[1].tool_calls"),
+    ({"messages": [USER]}, "last_not_assistant", "messages[0].role"),
+    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0}]}, "no_trainable_tokens", "messages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "code", "param"), BAD_ROWS)
+def test_bad_rows_name_field_and_code(row: Any, code: str, param: str | None) -> None:
+    with pytest.raises(RowError) as caught:
+        parse_row(row, 17)
+    first = caught.value.problems[0]
+    assert (first.line, first.code, first.param) == (17, code, param)
+    assert str(first).startswith("line 17: ")
+
+
+def test_the_nearest_role_is_suggested() -> None:
+    with pytest.raises(RowError, match='did you mean "assistant"'):
+        parse_row({"messages": [USER, {"role": "bot", "content": "x"}]}, 1)
+    with pytest.raises(RowError, match='did you mean "user"'):
+        parse_row({"messages": [{"role": "User", "content": "x"}]}, 1)
+
+
+def test_every_problem_of_a_row_is_reported() -> None:
+    with pytest.raises(RowError) as caught:
+        parse_row({"messages": [{"role": "bot"}, {"role": "assistant", "content": "a", "weight": 7}]}, 1)
+    assert [problem.code for problem in caught.value.problems] == ["invalid_role", "missing_content", "invalid_weight"]
+
+
+def test_good_rows_keep_text_weights_and_roles() -> None:
+    row = {
+        "messages": [
+            {"role": "developer", "content": ""},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Bo"},
+            {"role": "assistant", "content": "x", "weight": 0},
+            USER,
+            {"role": "assistant", "content": "y", "weight": 1.0},
+        ]
+    }
+    messages = parse_row(row, 1)
+    assert messages[0].as_dict() == {"role": "system", "content": ""}
+    assert messages[1].as_dict() == {"role": "user", "content": "ab", "name": "Bo"}
+    assert [message.train for message in messages] == [False, False, False, False, True]
+
+
+def test_the_log_keeps_the_first_and_counts_all() -> None:
+    log = ProblemLog()
+    assert not log
+    for line in range(50):
+        log.add(Problem(line=line, code="a" if line % 2 else "b", message="m"))
+    report = log.report()
+    assert [problem.line for problem in report.first] == list(range(MAX_SHOWN))
+    assert report.counts == {"a": 25, "b": 25} and report.total == 50
