@@ -74,9 +74,9 @@ class DemoDisplay:
 
     def compare(self, held_out: list[HeldOut], before: list[str], after: list[str], name: str) -> None:
         """The table of answers; a right one is marked."""
-        table = Table("question", "base model", name, show_lines=True, header_style="bold")
+        table = Table("question", "base model", escape(name), show_lines=True, header_style="bold")
         for item, first, second in zip(held_out, before, after, strict=True):
-            table.add_row(item.question, _marked(item, first), _marked(item, second))
+            table.add_row(escape(item.question), _marked(item, first), _marked(item, second))
         self._console.print(table)
 
     def latencies(self, idle_s: list[float], training_s: list[float]) -> None:
@@ -125,9 +125,11 @@ class _TrainingView:
         """The state as a live view."""
         total, done = self._progress.get("total_steps") or 1, self._progress.get("step") or 0
         answer = " ".join(probe.last_answer.split())
+        bar = Table.grid()  # a bare ProgressBar does not end its line
+        bar.add_row(ProgressBar(total=total, completed=done, width=_SPARK_WIDTH))
         return Group(
             Text(f"{job.id} {job.status}", style="bold"),
-            ProgressBar(total=total, completed=done, width=_SPARK_WIDTH),
+            bar,
             Text(f"loss {sparkline(list(self._loss_by_step.values()))}", style="cyan"),
             Text(self.line(probe)),
             Text(f"meanwhile: {answer}…" if answer else "", style="dim", no_wrap=True, overflow="ellipsis"),

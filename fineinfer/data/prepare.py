@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,12 @@ class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_length: int
 
 
-def prepare(settings: PrepareSettings, tokenizer: Any) -> DatasetSummary | ProblemReport:
+def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummary | ProblemReport:
     """Judge the whole file first; write the data set only if every line is good.
+
+    Args:
+        settings: What to prepare.
+        load: Gives the tokenizer; called only for a well-formed file, since its import takes seconds.
 
     Returns:
         The summary, which is on disk then, or the report of everything that is wrong.
@@ -51,7 +55,7 @@ def prepare(settings: PrepareSettings, tokenizer: Any) -> DatasetSummary | Probl
         problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
     if problems:
         return problems.report()
-    masker = TokenMasker(tokenizer)
+    masker = TokenMasker(load())
     with PackedWriter(job_dir) as writer:
         for line, messages in _good_rows(source, problems):
             try:
@@ -118,7 +122,7 @@ def main(argv: list[str]) -> int:
     """Entry of the child; see the module."""
     settings = msgspec.json.decode(Path(argv[0]).read_bytes(), type=PrepareSettings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    verdict = prepare(settings, load_tokenizer(Path(settings.model_path)))
+    verdict = prepare(settings, lambda: load_tokenizer(Path(settings.model_path)))
     if isinstance(verdict, DatasetSummary):
         return 0
     (Path(settings.job_dir) / PROBLEMS_FILE).write_bytes(msgspec.json.encode(verdict))

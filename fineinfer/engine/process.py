@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import ctypes
 import logging
 import os
@@ -61,7 +62,15 @@ def main() -> None:
     except (ModelLoadError, MemoryPlanError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    loop.run()
+    profile_path = os.environ.get("FINEINFER_ENGINE_PROFILE")
+    if profile_path is None:
+        loop.run()
+        return
+    profile = cProfile.Profile()  # where the host's time goes; read it with `python -m pstats FILE`
+    try:
+        profile.runcall(loop.run)
+    finally:
+        profile.dump_stats(profile_path)
 
 
 def die_with_parent() -> None:

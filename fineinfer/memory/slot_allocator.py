@@ -219,7 +219,7 @@ class SlotAllocator:
             return
         for start, end in list(self._claims.items()):
             if end > limit:
-                self._cut_claim(start, end - max(start, limit), at_least_half=False)
+                self._cut_claim(start, end - max(start, limit))
         num_above = self._num_from(limit)
         self._num_open -= sum(self._ends[:num_above]) - sum(self._starts[:num_above])
         del self._starts[:num_above], self._ends[:num_above]
@@ -311,10 +311,10 @@ class SlotAllocator:
             self._cut_claim(longest, num_open - self._num_open)
         return True
 
-    def _cut_claim(self, start: int, n: int, at_least_half: bool = True) -> None:
+    def _cut_claim(self, start: int, n: int) -> None:
         """Open n slots (or all) from a claim's far end; half of it at least, so that stealing is rare."""
         end = self._claims.pop(start)
-        n = min(max(n, (end - start + 1) // 2 if at_least_half else 0), end - start)
+        n = min(max(n, (end - start + 1) // 2), end - start)
         if end - n > start:
             self._claims[start] = end - n
         self._num_claimed -= n

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,9 @@ from torch import nn
 
 from fineinfer.model.decoder import Decoder
 from fineinfer.model.errors import ModelLoadError
+from fineinfer.model.files import weight_files
 from fineinfer.model.spec import ModelSpec
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_BYTES = 32 << 20
 _EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -51,7 +49,7 @@ class CheckpointFolder:
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
-        for file in _weight_files(path):
+        for file in weight_files(path):
             self._read_header(file)
 
     def dtype(self) -> torch.dtype:
@@ -131,15 +129,6 @@ class CheckpointFolder:
                 raise ModelLoadError(f"tensor {name} of {self.path} is {self._types[name]}; only plain floats are read")
 
 
-def has_whole_weights(path: Path) -> bool:
-    """Whether every safetensors file that a folder should have is there."""
-    try:
-        _weight_files(path)
-    except ModelLoadError:
-        return False
-    return True
-
-
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this spec holds."""
     hidden, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -173,27 +162,3 @@ def _layer_sources(index: int, name: str) -> tuple[str, ...]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"tensor {', '.join(names[:3])}{more}"
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a folder, all of which exist."""
-    if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
-    index = path / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not a safetensors index") from error
-        files = [path / Path(name).name for name in names]  # a name never leads out of the folder
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ModelLoadError(f"{path} lacks {', '.join(missing)}, which {INDEX_FILE} names")
-        return files
-    if any(path.glob("*.bin")) or any(path.glob("*.pt*")):
-        raise ModelLoadError(
-            f"{path} has only pickle weights (*.bin), which are never opened: convert them to safetensors"
-        )
-    if (path / "adapter_config.json").is_file():
-        raise ModelLoadError(f"{path} is a LoRA adapter, not a model: name its base model")
-    raise ModelLoadError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}")

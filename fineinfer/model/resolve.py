@@ -14,8 +14,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from fineinfer.model.checkpoint import has_whole_weights
 from fineinfer.model.errors import ModelLoadError
+from fineinfer.model.files import has_whole_weights
 from fineinfer.model.gguf import converted_gguf, embedded_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -101,17 +101,16 @@ class JobManager:
 
     async def run(self) -> None:
         """Work until cancelled; a running data child dies with it."""
-        seen: int | None = None
         try:
             while True:
                 self._wake.clear()
-                version = self._store.db.data_version()
-                if version != seen:
-                    seen = version
+                seen = self._store.db.data_version()
                 await self._turn()
                 while not self._wake.is_set() and self._store.db.data_version() == seen:
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), POLL_S)
+                    # not wait_for: in 3.11 it loses a cancellation that meets the event
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S):
+                            await self._wake.wait()
         finally:
             if self._validation is not None:
                 await self._validation.stop()

@@ -51,7 +51,7 @@ def waits(server: LiveServer, count: int) -> list[float]:
 def test_a_request_in_mid_training_starts_in_time(tiny_model, tmp_path, policy, bound_s, capsys):
     flags = ("--policy", policy, "--deferral-bound-s", str(bound_s), "--served-model-name", "tiny")
     with live_server(tmp_path, str(tiny_model), *flags) as server:
-        start_training(server, micro_batch_tokens=1024)
+        start_training(server, gradient_accumulation_steps=1)
         measured = waits(server, 8)
         slice_s = 0.1  # a unit of this model takes about 10 ms; a busy machine may hold one up
     limit = slice_s + (bound_s if policy == "deferred" else 0.0)
@@ -95,11 +95,11 @@ def test_pool_shrinks_for_training_and_grows_back_for_requests(tiny_model, tmp_p
              "--max-lora-rank", "16", "--max-num-batched-tokens", "128", "--policy", "inference-first")  # fmt: skip
     ask = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     with live_server(tmp_path, *flags) as server:
-        at_start = server.metric("kv_cache_slots")
+        at_start = server.metric("kv_slots_now")
         quiet = server.http.post("/v1/completions", json=ask | {"max_tokens": 30}).json()["choices"][0]["text"]
         job_id = start_training(server, epochs=40)
         time.sleep(1.5)
-        beside = server.metric("kv_cache_slots")
+        beside = server.metric("kv_slots_now")
         assert beside < at_start, "training took nothing from the pool, so nothing is tested"
         count = int(at_start // 340) + 2
         texts: list[str] = []
@@ -113,7 +113,7 @@ def test_pool_shrinks_for_training_and_grows_back_for_requests(tiny_model, tmp_p
             thread.start()
         most = 0.0
         while any(thread.is_alive() for thread in clients):
-            most = max(most, server.metric("kv_cache_slots"))
+            most = max(most, server.metric("kv_slots_now"))
             time.sleep(0.2)
         assert len(set(texts)) == 1 and texts[0].startswith(quiet)
         assert most > beside, "the pool never grew back for the requests"
@@ -122,4 +122,4 @@ def test_pool_shrinks_for_training_and_grows_back_for_requests(tiny_model, tmp_p
         assert server.http.post(f"/v1/fine_tuning/jobs/{job_id}/cancel").status_code == 200
         assert server.wait_job(job_id)["status"] == "cancelled"
         time.sleep(2.0)
-        assert server.metric("kv_cache_slots") == at_start
+        assert server.metric("kv_slots_now") == at_start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,22 @@ def test_every_setting_has_one_group_and_is_described() -> None:
     assert len(names) == len(set(names)) == len(SETTINGS)
     for setting in SETTINGS.values():
         assert setting.help.strip() and setting.metavar.isupper() and setting.flag.startswith("--")
+
+
+def test_every_setting_is_read_by_some_component() -> None:
+    # The supervisor hands settings to the processes it starts; those of a job travel as hyperparameters.
+    root = Path(__file__).resolve().parents[2] / "fineinfer"
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (root / "server").glob("*.py")]
+    trees += [ast.parse(path.read_text(encoding="utf-8")) for path in (root / "engine").glob("*.py")]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for setting in SETTINGS.values():
+        if setting.group not in ("train", "optimizer"):
+            assert setting.name in read, f"{setting.flag} does nothing"
+    every = {name: "1" for name, item in SETTINGS.items() if item.group in ("train", "optimizer")}
+    every |= {"lr_scheduler": "linear", "recompute": "never"}
+    del every["lora_train"], every["lora_train_name"]
+    chosen = load_config(every).hyperparameters()
+    assert len(chosen) + len(chosen["lora"]) - 1 == len(every)
 
 
 @pytest.mark.parametrize("key", ["max-model-len", "max_model_len"])

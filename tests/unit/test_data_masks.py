@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,13 +144,13 @@ def test_packed_file_round_trip(tmp_path: Path) -> None:
 def settings_for(tmp_path: Path, rows: list[Any], **changes: Any) -> PrepareSettings:
     source = tmp_path / "train.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"source": str(source), "job_dir": str(tmp_path), "model_path": "", "max_seq_length": 64}
+    values: dict[str, Any] = {"source": str(source), "job_dir": str(tmp_path), "model_path": "", "max_seq_length": 64}
     return PrepareSettings(**{**values, **changes})
 
 
 def test_prepare_is_a_pure_function_of_the_file(tokenizer: Any, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, [{"messages": DIALOG[:2]}] * 12)
-    first, again = prepare(settings, tokenizer), prepare(settings, tokenizer)
+    first, again = prepare(settings, lambda: tokenizer), prepare(settings, lambda: tokenizer)
     assert first == again == read_summary(tmp_path)
     assert not isinstance(first, ProblemReport)
     assert (first.examples, first.trainable_tokens, first.warnings) == (12, 36, [])
@@ -158,7 +159,7 @@ def test_prepare_is_a_pure_function_of_the_file(tokenizer: Any, tmp_path: Path) 
 
 def test_prepare_refuses_long_rows_by_line(tokenizer: Any, tmp_path: Path) -> None:
     long = {"messages": [DIALOG[0], {"role": "assistant", "content": "word " * 100}]}
-    report = prepare(settings_for(tmp_path, [{"messages": DIALOG[:2]}, long]), tokenizer)
+    report = prepare(settings_for(tmp_path, [{"messages": DIALOG[:2]}, long]), lambda: tokenizer)
     assert isinstance(report, ProblemReport)
     assert [(p.line, p.code) for p in report.first] == [(2, "too_long")]
     assert not (tmp_path / DATASET_FILE).exists()
@@ -168,12 +169,12 @@ def test_prepare_refuses_long_rows_by_line(tokenizer: Any, tmp_path: Path) -> No
 def test_prepare_refuses_empty_files(tokenizer: Any, tmp_path: Path, content: bytes) -> None:
     settings = settings_for(tmp_path, [])
     Path(settings.source).write_bytes(content)
-    report = prepare(settings, tokenizer)
+    report = prepare(settings, lambda: tokenizer)
     assert isinstance(report, ProblemReport) and report.counts == {"empty_file": 1}
 
 
-def test_the_child_process_reports_by_exit_status(embedded_model: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, [{"messages": DIALOG[:2]}, {"messages": []}], model_path=str(embedded_model))
+def test_the_child_process_reports_by_exit_status(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, [{"messages": DIALOG[:2]}, {"messages": []}])
     told = tmp_path / "prepare.json"
     told.write_bytes(msgspec.json.encode(settings))
     command = [sys.executable, "-m", "fineinfer.data.prepare", str(told)]
@@ -183,3 +184,14 @@ def test_the_child_process_reports_by_exit_status(embedded_model: Path, tmp_path
     assert [problem.line for problem in report.first] == [2]
     assert child.stdin is not None
     child.stdin.close()
+
+
+def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # the child waits for a writer
+    told = tmp_path / "prepare.json"
+    told.write_bytes(msgspec.json.encode(settings_for(tmp_path, [], source=str(fifo))))
+    child = subprocess.Popen([sys.executable, "-m", "fineinfer.data.prepare", str(told)], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(30) == 3

@@ -16,9 +16,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     for name, value in {
         "tools": [{"type": "function"}], "response_format": {"type": "json_object"}, "audio": {"voice": "x"},
         "structured_outputs": {"regex": "a"}, "guided_json": {"a": 1}, "guided_regex": "a",
-        "guided_choice": ["a"], "guided_grammar": "a", "best_of": 3, "use_beam_search": True, "functions": [{}], "tool_choice": "required",
+        "guided_choice": ["a"], "guided_grammar": "a",
+        "best_of": 3, "use_beam_search": True, "functions": [{}], "tool_choice": "required",
         "modalities": ["audio"], "web_search_options": {"a": 1}, "reasoning_effort": "high", "store": True,
-        "echo": True,        "chat_template": "x", "continue_final_message": True, "documents": [{}], "bad_words": ["a"], "priority": 1,
+        "echo": True,        "chat_template": "x",
+        "continue_final_message": True, "documents": [{}], "bad_words": ["a"], "priority": 1,
         "allowed_token_ids": [1], "length_penalty": 2.0, "truncate_prompt_tokens": 5,
     }.items()
 ] + [(COMPLETION, {"suffix": "x"}, "suffix")]  # fmt: skip

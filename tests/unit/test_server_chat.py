@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,10 @@ def test_stop_strings_cut_text_and_usage(serve: Callable[..., Any], stream: bool
     ids = server.tokenizer.encode("hello world, stop here and more and more and more")
     cut = next(n for n in range(len(ids)) if "stop here" in server.tokenizer.decode(ids[:n]))
     assert usage["completion_tokens"] == cut
-    assert [(m.num_tokens) for m in server.engine.finished] == [cut]
+    deadline = time.monotonic() + 5
+    while not server.engine.finished and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert [message.num_tokens for message in server.engine.finished] == [cut]
     assert server.client.num_open == 0
 
     assert run(stop="stop here", include_stop_str_in_output=True)[0] == "hello world, stop here"
