@@ -21,6 +21,14 @@ import httpx
 import openai
 from harness import make_shape_folder, percentile, read_lengths, running_server, write_csv, write_rows
 
+DRAIN_S = 20.0  # requests that have not ended this long after the last arrival are cancelled and counted
+JOB = {  # four rows of about 1,000 tokens are one micro-batch and one update; no checkpoint while measuring
+    "n_epochs": 50,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_seq_length": 2048,
+    "save_steps": 10000,
+}
 RESULTS = Path(__file__).parent / "results" / "coserving.csv"
 
 
@@ -54,12 +62,17 @@ async def poisson(url: str, lengths: list[tuple[int, int]], rate: float, seconds
         tasks.append(asyncio.create_task(one_request(client, model, prompt, num_output)))
     await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
     trained = (trained_tokens(url) - tokens_before) / seconds
-    done = [r for r in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(r, dict)]
+    _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
+    for task in late:
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    done = [r for r in outcomes if isinstance(r, dict)]
     wall = max([r["end"] for r in done], default=begin) - begin
     ttft, tpot = [1e3 * r["ttft"] for r in done], [1e3 * r["tpot"] for r in done if r["tokens"] > 1]
     return {
         "requests": len(done),
-        "failed": len(tasks) - len(done),
+        "unfinished": len(late),
+        "failed": len(tasks) - len(done) - len(late),
         "ttft_p50_ms": percentile(ttft, 0.5),
         "ttft_p99_ms": percentile(ttft, 0.99),
         "tpot_p50_ms": percentile(tpot, 0.5),
@@ -81,7 +94,11 @@ def start_job(url: str, rows: Path, settings: dict[str, object]) -> str:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     with rows.open("rb") as file:
         upload = httpx.post(f"{url}/v1/files", files={"file": file}, data={"purpose": "fine-tune"}, timeout=120).json()
-    body = {"model": model, "training_file": upload["id"], "method": {"type": "supervised", "supervised": {"hyperparameters": settings}}}
+    body = {
+        "model": model,
+        "training_file": upload["id"],
+        "method": {"type": "supervised", "supervised": {"hyperparameters": settings}},
+    }
     job = httpx.post(f"{url}/v1/fine_tuning/jobs", json=body, timeout=60).json()
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
@@ -97,7 +114,7 @@ def start_job(url: str, rows: Path, settings: dict[str, object]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True)
-    parser.add_argument("--rate", type=float, default=16.0)
+    parser.add_argument("--rate", type=float, nargs="+", default=[16.0], help="requests per second, one run each")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer files for the 8B shape")
     parser.add_argument("--model", help="serve this model instead of the 8B shape")
@@ -106,7 +123,13 @@ def main() -> None:
     parser.add_argument("serve_flags", nargs="*")
     args = parser.parse_args()
     if args.model is None:
-        flags = [str(make_shape_folder(args.tokenizer)), "--load-format", "dummy", "--served-model-name", "llama-8b-shape"]
+        flags = [
+            str(make_shape_folder(args.tokenizer)),
+            "--load-format",
+            "dummy",
+            "--served-model-name",
+            "llama-8b-shape",
+        ]
         flags += ["--max-model-len", "4096"]
     else:
         flags = [args.model]
@@ -118,18 +141,18 @@ def main() -> None:
     command = " ".join(["fineinfer serve", *flags[1:]])
     table: list[dict[str, object]] = []
     with running_server(flags, env) as url:
-        asyncio.run(poisson(url, lengths, args.rate, 5))  # warm-up
-        measured = asyncio.run(poisson(url, lengths, args.rate, min(25.0, args.seconds)))
-        table.append({"case": "inference alone", "rate": args.rate} | measured)
-        settings = {"n_epochs": 50, "batch_size": 4, "gradient_accumulation_steps": 1, "max_seq_length": 2048, "save_steps": 10000}
-        start_job(url, rows, settings)
+        asyncio.run(poisson(url, [(64, 8)], args.rate[0], 2))  # warm-up
+        for rate in args.rate:
+            measured = asyncio.run(poisson(url, lengths, rate, min(20.0, args.seconds)))
+            table.append({"case": "inference alone", "rate": rate} | measured)
+        start_job(url, rows, JOB)
         before, begin = trained_tokens(url), time.perf_counter()
         time.sleep(min(20.0, args.seconds))
         alone = (trained_tokens(url) - before) / (time.perf_counter() - begin)
         blank = dict.fromkeys(measured, float("nan"))
         table.append({"case": "training alone", "rate": 0.0} | blank | {"train_tok_s": alone})
-        both = asyncio.run(poisson(url, lengths, args.rate, args.seconds))
-        table.append({"case": "both", "rate": args.rate} | both)
+        for rate in args.rate:
+            table.append({"case": "both", "rate": rate} | asyncio.run(poisson(url, lengths, rate, args.seconds)))
     for row in table:
         numbers = " ".join(f"{key} {value:.1f}" for key, value in row.items() if isinstance(value, (int, float)))
         print(f"{row['case']:16s} {numbers}")

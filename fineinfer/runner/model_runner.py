@@ -12,7 +12,7 @@ from fineinfer.kernels import reference
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.messages import TokenLogprob
 from fineinfer.model.decoder import Decoder
-from fineinfer.runner.forward_batch import ForwardBatch, build_forward_batch
+from fineinfer.runner.forward_batch import DecodeEach, ForwardBatch, build_forward_batch
 from fineinfer.runner.sampler import Choice, Sampler, top_logprobs
 from fineinfer.scheduler.plan import Chunk
 
@@ -54,6 +54,7 @@ class ModelRunner:
         self._pool = kv_cache.pool
         self._adapters = adapters
         self._device = device
+        self._windows = frozenset(decoder.spec.sliding_windows)
         self._sampler = Sampler(decoder.spec.vocab_size, decoder.spec.eos_token_ids, device)
         self.progress = 0  # layers finished since start; a stuck engine shows as a standing count
 
@@ -64,7 +65,7 @@ class ModelRunner:
             One result per chunk, in the batch's order.
         """
         with torch.inference_mode():
-            batch = build_forward_batch(chunks, self._kv, self._device)
+            batch = build_forward_batch(chunks, self._kv, self._windows, self._device)
             hidden = self.forward(batch)
             self._collect_prompt_logprobs(batch, hidden)
             sampling = [chunk for chunk in batch.chunks if chunk.samples]
@@ -93,17 +94,17 @@ class ModelRunner:
             window = decoder.spec.sliding_windows[layer]
             reference.store_kv(pool, batch.slots, k, v)
             out = torch.empty_like(q)
-            for span in batch.spans:
-                span_q = q[span.first : span.first + span.length]
-                if span.length == 1:
-                    attended = reference.attention_decode_one(span_q[0], pool, span.kv, window)
-                else:
-                    attended = reference.attention_prefill(span_q, pool, span.kv, span.start, window)
+            for span in batch.prefills:
+                own = q[span.first : span.first + span.length]
+                attended = reference.attention_prefill(own, pool, span.kv, span.start, window, span.masks[window])
                 out[span.first : span.first + span.length] = attended
-            group = batch.decode_group
-            if group is not None:
-                decoded = reference.attention_decode(q[group.rows], pool, group.slot_table, group.lengths, window)
-                out.index_copy_(0, group.rows, decoded)
+            for group in batch.decodes:
+                own = q.index_select(0, group.rows)
+                if isinstance(group, DecodeEach):
+                    attended = reference.attention_decode_each(own, pool, group.kv, window)
+                else:
+                    attended = reference.attention_decode(own, pool, group.slot_table, group.lengths, window)
+                out.index_copy_(0, group.rows, attended)
             self.progress += 1
             return out
 

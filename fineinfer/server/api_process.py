@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -31,7 +34,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         api_keys: Accepted bearer keys; none: no authentication.
         metrics_prefix: ``fineinfer:`` or ``vllm:``.
         num_text_threads: Threads that tokenise.
-        shutdown_timeout_s: How long running answers may go on after SIGTERM.
+        shutdown_timeout_s: How long running answers may go on after SIGTERM (which comes after the engine has drained);
+            then they end with an error.
         log_level: Python's name of a log level.
     """
 
@@ -48,7 +52,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: list[str] = []
     metrics_prefix: str = "fineinfer:"
     num_text_threads: int = 2
-    shutdown_timeout_s: int = 30
+    shutdown_timeout_s: float = 4.0
     log_level: str = "info"
 
 
@@ -60,6 +64,8 @@ def main() -> int:
     token = bytes.fromhex(os.environ.pop(TOKEN_VARIABLE))  # not for grandchildren
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of our own
+    # uvicorn raises the signal again when it is done; before it runs there is nothing to drain
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         return _serve(settings, token)
     except _start_errors() as error:
@@ -108,10 +114,19 @@ def _serve(settings: ApiSettings, token: bytes) -> int:
         server_header=False,
         lifespan="on",
         timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
-        timeout_graceful_shutdown=settings.shutdown_timeout_s,
+        timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + 1,
+        ws="none",
     )
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            give_up = functools.partial(engine.fail_open, "The server is shutting down.")
+            timer = asyncio.get_running_loop().call_later(settings.shutdown_timeout_s, give_up)
+            await super().shutdown(sockets)
+            timer.cancel()
+
     sockets = None if settings.socket_fd is None else [socket.socket(fileno=settings.socket_fd)]
-    server = uvicorn.Server(config)
+    server = Server(config)
     server.run(sockets=sockets)
     return 0 if server.started else 1
 

@@ -81,7 +81,7 @@ class EngineClient:
     async def close(self) -> None:
         """End open requests with an error, then disconnect."""
         self.shutting_down = True
-        self._fail_open("The server is shutting down.")
+        self.fail_open("The server is shutting down.")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,7 +201,7 @@ class EngineClient:
             return
         if self.info is not None:  # the supervisor's EngineDown is late or lost
             self._lost_boots.add(self.info.boot_id)
-            self._fail_open("The engine was restarted.")
+            self.fail_open("The engine was restarted.")
         if not by_engine:
             # nothing queued for a dead engine may reach its successor
             self._link.reopen()
@@ -213,10 +213,11 @@ class EngineClient:
         if self.info is not None:
             self._lost_boots.add(self.info.boot_id)
         self.info = None
-        self._fail_open("The engine stopped; it is being restarted.")
+        self.fail_open("The engine stopped; it is being restarted.")
         self._link.reopen()
 
-    def _fail_open(self, message: str) -> None:
+    def fail_open(self, message: str) -> None:
+        """End every open request with an error that clients may retry."""
         lost, self._open = self._open, {}
         for request_id, inbox in lost.items():
             inbox.put_nowait(
@@ -321,4 +322,7 @@ class _EngineLink:
             except ProtocolError:
                 logger.exception("dropped a message of the engine")
                 continue
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:  # one odd message must not silence the engine for good
+                logger.exception("could not handle a message of the engine")

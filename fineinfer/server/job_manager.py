@@ -28,13 +28,12 @@ from fineinfer.messages import (
     JobNote,
     JobProgress,
     JobStarted,
-    RemoveAdapter,
-    SetAdapter,
     StartJob,
     ToEngine,
     TrainingSettings,
 )
 from fineinfer.request import InvalidRequestError
+from fineinfer.server.adapter_sync import AdapterSync
 from fineinfer.server.job_creation import add_file, create_job
 from fineinfer.server.job_params import JobRequest, Limits, parse_hyperparameters, parse_suffix
 from fineinfer.server.job_results import write_result_file
@@ -83,7 +82,7 @@ class JobManager:
         self._engine: EngineInfo | None = None
         self._active: str | None = None  # the job the engine has, until its JobEnded
         self._cancelling = False
-        self._registered: dict[tuple[str, int], tuple[str, bool]] = {}  # (name, step) -> (version, current)
+        self._adapters = AdapterSync(store, send)
         self._validation: Validation | None = None
         self._publish_limits()
 
@@ -118,7 +117,7 @@ class JobManager:
     async def _turn(self) -> None:
         """Bring engine and data child in line with the store."""
         self._remove_expired_files()
-        await self._sync_adapters()
+        await self._adapters.send_news()
         await self._stop_what_ended()
         self._validate_next()
         await self._start_next()
@@ -180,30 +179,6 @@ class JobManager:
             dataset_sha256=dataset["sha256"],
         )
 
-    async def _sync_adapters(self) -> None:
-        """Tell the engine which names mean what, as far as it does not know yet."""
-        if self._engine is None:
-            return
-        wanted = {(a.name, a.step): a for a in self._store.adapters.all()}
-        gone = {name for name, _ in self._registered} - {name for name, _ in wanted}
-        for name in sorted(gone):
-            self._registered = {key: value for key, value in self._registered.items() if key[0] != name}
-            await self._send(RemoveAdapter(name=name))
-        for key, adapter in sorted(wanted.items(), key=lambda item: item[1].current):  # the current one comes last
-            state = (adapter.version, adapter.current)
-            known = self._registered.get(key)
-            self._registered[key] = state
-            if known is None or known[0] != state[0] or (adapter.current and not known[1]):
-                await self._send(
-                    SetAdapter(
-                        name=adapter.name,
-                        version=adapter.version,
-                        step=adapter.step,
-                        directory=adapter.directory,
-                        current=adapter.current,
-                    )
-                )
-
     # ------------------------------------------------------------ engine
 
     async def on_engine_up(self, info: EngineInfo) -> None:
@@ -213,15 +188,16 @@ class JobManager:
         if self._engine is not None:
             self.on_engine_down()
         self._engine = info
+        self._adapters.engine_is_new()
         self._publish_limits()
-        await self._sync_adapters()
+        await self._adapters.send_news()
         self.wake()
 
     def on_engine_down(self) -> None:
         """The engine died: what it had is started again in the next one, unless it keeps killing engines."""
         job_id, self._active = self._active, None
         self._engine = None
-        self._registered = {}
+        self._adapters.engine_is_gone()
         if job_id is None:
             return
         job = self._store.jobs.require(job_id)
@@ -240,7 +216,7 @@ class JobManager:
             self._on_progress(message)
         elif isinstance(message, JobCheckpoint):
             if self._on_checkpoint(message):
-                await self._sync_adapters()
+                await self._adapters.send_news()
         elif isinstance(message, AdapterRejected):
             logger.error("adapter %s@%d cannot be served: %s", message.name, message.step, message.message)
             adapter = self._store.adapters.resolve(f"{message.name}@{message.step}")
@@ -355,7 +331,7 @@ class JobManager:
         limits = Limits(self._settings.base_model, self._settings.max_lora_rank)
         try:
             parse_suffix(name, limits.base_model, "--lora-train-name")
-            seed = values.pop("seed", TrainingSettings().seed)
+            seed = values.pop("seed", self._settings.defaults.seed)
             parsed = parse_hyperparameters(values, limits)
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,6 +15,7 @@ from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.request import InvalidRequestError
 
 MAX_AUTO_STEPS = 10_000  # `n_epochs: auto` never asks for more updates than this
+MIN_AUTO_BATCH = 4  # below, an update of short chats is too few rows for a GEMM and pays the optimizer too often
 SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TARGET_MODULES = LoraSpec().target_modules
 
@@ -186,8 +187,8 @@ def parse_hyperparameters(values: Mapping[str, Any], limits: Limits, prefix: str
 def resolve_settings(request: JobRequest, num_examples: int, defaults: TrainingSettings) -> TrainingSettings:
     """Turn every ``auto`` into a number.
 
-    The rules: rank 16, alpha twice the rank, all linear layers; batch 0.2 % of the examples within 1 to 64;
-    3 epochs, fewer when that is more than MAX_AUTO_STEPS updates; learning rate ``defaults.learning_rate`` times
+    The rules: rank 16, alpha twice the rank, all linear layers; batch 0.2 % of the examples within MIN_AUTO_BATCH
+    to 64; 3 epochs, fewer when that is more than MAX_AUTO_STEPS updates; learning rate ``defaults.learning_rate`` times
     ``learning_rate_multiplier``; sequences up to ``defaults.max_seq_length``.
     """
     values = dict(request.hyperparameters)
@@ -195,7 +196,9 @@ def resolve_settings(request: JobRequest, num_examples: int, defaults: TrainingS
     r = lora.get("r", defaults.lora.r)
     multiplier = values.pop("learning_rate_multiplier", 1.0)
     values.setdefault("learning_rate", defaults.learning_rate * multiplier)
-    batch_size = values.setdefault("batch_size", min(64, max(1, round(0.002 * num_examples))))
+    batch_size = values.setdefault(
+        "batch_size", min(num_examples, max(MIN_AUTO_BATCH, min(64, round(0.002 * num_examples))))
+    )
     steps_per_epoch = math.ceil(num_examples / batch_size)
     values.setdefault("n_epochs", max(1, min(3, MAX_AUTO_STEPS // max(1, steps_per_epoch))))
     spec = LoraSpec(

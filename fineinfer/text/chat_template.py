@@ -85,7 +85,7 @@ def _render(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
         )
     except Exception as error:  # a template raises whatever it likes: Jinja errors, TypeError on missing keys, …
-        raise ChatTemplateError(f"The chat template refused these messages: {error}") from error
+        raise ChatTemplateError(f"The chat template refused these messages: {str(error)[:500]}") from error
     return text
 
 

@@ -69,7 +69,8 @@ class MicroBatchPass:
     def units(self) -> Iterator[Unit]:
         """Run one unit at a time: embed, layers forward, head chunks, layers backward.
 
-        Grad mode is entered inside each unit, never across a yield, where it would leak into the caller.
+        Grad mode is entered inside each unit, never across a yield, where it would leak into the caller. Not to be run
+        in inference mode: its tensors cannot be saved for backward.
         """
         num_tokens, num_layers = self._batch.num_tokens, self._context.decoder.spec.num_layers
         self._embed()
@@ -126,12 +127,10 @@ class MicroBatchPass:
             kinds.append("recompute" if dropped else "backward")
         return kinds
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def _embed(self) -> None:
         self._x = self._context.decoder.embed(self._batch.input_ids)
 
-    @torch.inference_mode(False)
     @torch.enable_grad()
     def _run_layer(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         return self._context.decoder.layer(layer, x, self._rows, self._context.project, self._attend)
@@ -139,7 +138,6 @@ class MicroBatchPass:
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention_varlen(q, k, v, self._batch.cu_seqlens, self._context.decoder.spec.sliding_windows[layer])
 
-    @torch.inference_mode(False)
     def _forward(self, layer: int) -> None:
         if self._x is None:
             raise RuntimeError("a layer's forward needs the one before it")
@@ -150,7 +148,6 @@ class MicroBatchPass:
             self._outputs[layer] = output
         self._x = output.detach()
 
-    @torch.inference_mode(False)
     def _head(self, start: int) -> int:
         batch, x = self._batch, self._x
         if x is None:
@@ -165,7 +162,6 @@ class MicroBatchPass:
         self.num_correct += result.num_correct
         return rows.shape[0]
 
-    @torch.inference_mode(False)
     def _backward(self, layer: int) -> None:
         leaf, output = self._inputs[layer], self._outputs[layer]
         self._inputs[layer] = self._outputs[layer] = None

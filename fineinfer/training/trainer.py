@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from fineinfer.adapters.config import AdapterError
 from fineinfer.adapters.weights import LoraLayout
@@ -63,6 +64,7 @@ class Trainer:
         TrainingError: The job cannot start: data, hyperparameters, dtype or checkpoint do not fit.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, decoder: Decoder, start: StartJob, keep_policy: KeepPolicy, head_chunk_tokens: int | None = None
     ) -> None:
@@ -146,6 +148,7 @@ class Trainer:
 
     # ------------------------------------------------------------ running
 
+    @torch.inference_mode(False)
     def advance(self) -> UnitReport:
         """Run exactly one unit.
 

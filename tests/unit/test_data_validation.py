@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,17 @@ def test_the_log_keeps_the_first_and_counts_all() -> None:
     report = log.report()
     assert [problem.line for problem in report.first] == list(range(MAX_SHOWN))
     assert report.counts == {"a": 25, "b": 25} and report.total == 50
+
+
+def test_the_demo_data_is_good_and_its_questions_are_held_out() -> None:
+    demo = resources.files("fineinfer.data") / "demo"
+    with resources.as_file(demo / "train.jsonl") as path:
+        rows = [parse_row(row, line) for line, row in read_rows(path)]
+    assert 60 <= len(rows) <= 100
+    asked = {messages[0].content for messages in rows}
+    answers = " ".join(messages[-1].content for messages in rows)
+    held_out = [json.loads(line) for line in (demo / "held_out.jsonl").read_text().splitlines()]
+    assert 6 <= len(held_out) <= 8
+    for item in held_out:
+        assert item["question"] not in asked and item["expected"] in answers
+        assert item["expected"] not in item["question"]

@@ -36,8 +36,8 @@ ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "con
 
 def engine_info(boot_id: str) -> EngineInfo:
     return EngineInfo(
-        boot_id=boot_id, base_model="base", max_model_len=256, max_request_tokens=256, vocab_size=100, eos_token_ids=[2],
-        dtype="float32", device="cpu", memory_plan={},
+        boot_id=boot_id, base_model="base", max_model_len=256, max_request_tokens=256, vocab_size=100,
+        eos_token_ids=[2], dtype="float32", device="cpu", memory_plan={},
     )  # fmt: skip
 
 
@@ -305,6 +305,20 @@ def test_a_deleted_adapter_is_removed_from_the_engine(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_name_that_moves_back_is_told_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            await w.up()
+            for step in (1, 2, 1):
+                w.store.adapters.publish("lora", step, f"v{step}", f"/{step}", None)
+                w.manager.wake()
+                expected = SetAdapter(name="lora", version=f"v{step}", step=step, directory=f"/{step}")
+                await w.until(lambda expected=expected: w.sent and w.sent[-1] == expected)
+            assert len(w.sent) == 3
+
+    run(scenario())
+
+
 def test_notes_and_rejections_become_events_and_strangers_are_ignored(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
@@ -314,8 +328,14 @@ def test_notes_and_rejections_become_events_and_strangers_are_ignored(tmp_path: 
             await w.manager.on_engine_message(JobNote(job_id=job.id, level="strange", message="gave 1 MiB back"))
             await w.manager.on_engine_message(checkpoint(job.id, "lora", 2))
             await w.manager.on_engine_message(AdapterRejected(name="lora", step=2, message="too wide"))
-            for message in (JobNote(job_id="x", level="info", message="m"), progress("x", 1), checkpoint("x", "y", 1),
-                            JobEnded(job_id="x", status="failed"), AdapterRejected(name="x", step=1, message="m")):  # fmt: skip
+            strangers = (
+                JobNote(job_id="x", level="info", message="m"),
+                progress("x", 1),
+                checkpoint("x", "y", 1),
+                JobEnded(job_id="x", status="failed"),
+                AdapterRejected(name="x", step=1, message="m"),
+            )
+            for message in strangers:
                 await w.manager.on_engine_message(message)
             assert "gave 1 MiB back" in w.messages(job)
             assert "lora@2 cannot be served: too wide" in w.messages(job)
@@ -424,7 +444,7 @@ def test_the_real_child_refuses_by_line_and_a_cancel_kills_it(
             assert error is not None and error["code"] == "invalid_training_file" and error["param"] == "training_file"
             assert "line 2: " in error["message"] and 'did you mean "assistant"' in error["message"]
             assert "line 4: " in error["message"]
-            assert [m for m in w.messages(bad) if m.startswith("line ")][0].startswith("line 2: ")
+            assert next(m for m in w.messages(bad) if m.startswith("line ")).startswith("line 2: ")
         finally:
             await w.close()
 

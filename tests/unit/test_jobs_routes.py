@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.server import routes_files, routes_fine_tuning
 from fineinfer.server.errors import install_error_handlers
-from fineinfer.server.job_params import Limits
+from fineinfer.server.job_params import JobRequest, Limits, parse_job_request, resolve_settings
 from fineinfer.store import CheckpointRecord, JobStatus, Store, new_id, now, to_json
 
 ROW = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
@@ -189,11 +191,6 @@ def test_events_and_checkpoints_page_newest_first(sdk: openai.OpenAI, http: Any,
 
 
 def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http: Any, app: FastAPI) -> None:
-    import msgspec
-
-    from fineinfer.messages import TrainingSettings
-    from fineinfer.server.job_params import JobRequest, resolve_settings
-
     job = sdk.fine_tuning.jobs.create(model="base", training_file=file_id(http),
                                       hyperparameters={"learning_rate_multiplier": 2.0})  # fmt: skip
     store: Store = app.state.store
@@ -208,7 +205,7 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     store.jobs.record_progress(job.id, 250, data, 123)
     shown = http.get(f"{JOBS}/{job.id}").json()
     hyper = shown["hyperparameters"]
-    assert (hyper["n_epochs"], hyper["batch_size"], hyper["learning_rate_multiplier"]) == (3, 2, 2.0)
+    assert (hyper["n_epochs"], hyper["batch_size"], hyper["learning_rate_multiplier"]) == (3, 4, 2.0)
     assert hyper["learning_rate"] == pytest.approx(4e-4)
     assert shown["method"]["supervised"]["hyperparameters"] == hyper
     assert shown["data"] == dataset and shown["trained_tokens"] == 123 and shown["queue_position"] is None
@@ -295,7 +292,10 @@ def test_bad_bodies_name_the_field(http: Any, change: dict[str, Any], param: str
 def test_close_names_are_suggested_and_other_failures_shaped(http: Any, app: FastAPI) -> None:
     body = {"model": "base", "training_file": "f"}
     assert "did you mean 'learning_rate'" in error(http.post(JOBS, json={**body, "learning_rte": 1}))["message"]
-    assert "did you mean 'q_proj'" in error(http.post(JOBS, json={**body, "lora": {"target_modules": ["q_prj"]}}))["message"]
+    assert (
+        "did you mean 'q_proj'"
+        in error(http.post(JOBS, json={**body, "lora": {"target_modules": ["q_prj"]}}))["message"]
+    )
     assert error(http.post(JOBS, json={**body, "model": "gpt-4"}), 404)["code"] == "model_not_found"
     error(http.post(JOBS, content=b"{nope"))
     error(http.post(JOBS, content=b"[]"))
@@ -306,14 +306,25 @@ def test_close_names_are_suggested_and_other_failures_shaped(http: Any, app: Fas
 
 
 def test_nested_wins_over_older_over_flat() -> None:
-    from fineinfer.server.job_params import parse_job_request
-
     nested = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": None}}}
     body = {"model": "base", "training_file": "f", "n_epochs": 1, "save_steps": 9, "batch_size": 4, "eval_steps": None,
-            "packing": True, "train_on": "assistant", "hyperparameters": {"n_epochs": 2, "seed": None} , "method": nested}  # fmt: skip
-    with pytest.raises(ValueError, match="hyperparameters.seed"):
+            "packing": True, "train_on": "assistant", "hyperparameters": {"seed": None}, "method": nested}  # fmt: skip
+    with pytest.raises(ValueError, match=r"hyperparameters\.seed"):
         parse_job_request(body, Limits("base"))
     body["hyperparameters"] = {"n_epochs": 2, "max_grad_norm": 1}
     parsed = parse_job_request(body, Limits("base"))
     assert parsed.hyperparameters == {"n_epochs": 3, "save_steps": 9, "batch_size": 4, "max_grad_norm": 1.0}
     assert to_json(parsed.hyperparameters["max_grad_norm"]) == "1.0"
+
+
+@pytest.mark.parametrize(
+    ("examples", "batch_size", "n_epochs"), [(1, 1, 3), (80, 4, 3), (10_000, 20, 3), (100_000, 64, 3), (320_000, 64, 2)]
+)
+def test_auto_follows_the_number_of_examples(examples: int, batch_size: int, n_epochs: int) -> None:
+    settings = resolve_settings(JobRequest(model="base", training_file="f"), examples, TrainingSettings())
+    assert (settings.batch_size, settings.n_epochs) == (batch_size, n_epochs)
+    lora = {"r": 4, "target_modules": ["v_proj"], "rslora": True}
+    asked = JobRequest(model="base", training_file="f", seed=3, hyperparameters={"n_epochs": 9, "lora": lora})
+    settings = resolve_settings(asked, examples, TrainingSettings())
+    assert (settings.n_epochs, settings.seed) == (9, 3)
+    assert settings.lora == LoraSpec(r=4, lora_alpha=8.0, target_modules=("v_proj",), use_rslora=True)

@@ -19,9 +19,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         "guided_choice": ["a"], "guided_grammar": "a",
         "best_of": 3, "use_beam_search": True, "functions": [{}], "tool_choice": "required",
         "modalities": ["audio"], "web_search_options": {"a": 1}, "reasoning_effort": "high", "store": True,
-        "echo": True,        "chat_template": "x",
-        "continue_final_message": True, "documents": [{}], "bad_words": ["a"], "priority": 1,
-        "allowed_token_ids": [1], "length_penalty": 2.0, "truncate_prompt_tokens": 5,
+        "echo": True, "chat_template": "x", "continue_final_message": True, "documents": [{}],
+        "bad_words": ["a"], "priority": 1, "allowed_token_ids": [1], "length_penalty": 2.0, "truncate_prompt_tokens": 5,
     }.items()
 ] + [(COMPLETION, {"suffix": "x"}, "suffix")]  # fmt: skip
 INVALID: list[tuple[str, dict[str, Any], str | None]] = [
@@ -107,7 +106,7 @@ def server(serve: Callable[..., Any]) -> Any:
 
 def _post(server: Any, path: str, body: dict[str, Any]) -> httpx.Response:
     base = {"model": "base", "messages": MESSAGES} if path == CHAT else {"model": "base", "prompt": "a"}
-    return httpx.post(server.url + path, json={**base, **body})
+    return server.http.post(path, json={**base, **body})
 
 
 def test_bad_fields(server: Any) -> None:
@@ -125,7 +124,7 @@ def test_bad_fields(server: Any) -> None:
         assert (response.status_code, _error(response)["code"]) == (400, "context_length_exceeded"), body
         assert _error(response)["param"] == param
     for raw, status in RAW:
-        response = httpx.post(server.url + CHAT, content=raw)
+        response = server.http.post(CHAT, content=raw)
         assert response.status_code == status, (raw[:80], response.text)
         _error(response)
     for role, extra in (("tool", {}), ("assistant", {"tool_calls": [{}]})):
@@ -151,9 +150,9 @@ def test_neutral_and_unknown_fields_pass(server: Any) -> None:
 def test_unknown_models_routes_and_methods(server: Any) -> None:
     response = _post(server, CHAT, {"model": "nope"})
     assert (response.status_code, _error(response)["code"]) == (404, "model_not_found")
-    response = httpx.get(f"{server.url}/v1/nothing")
+    response = server.http.get("/v1/nothing")
     assert (response.status_code, _error(response)["code"]) == (404, "not_found")
-    response = httpx.get(server.url + CHAT)
+    response = server.http.get(CHAT)
     assert (response.status_code, _error(response)["code"]) == (405, "method_not_allowed")
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,
@@ -166,14 +165,14 @@ def test_unknown_models_routes_and_methods(server: Any) -> None:
 
 def test_request_id_is_only_echoed(server: Any) -> None:
     for given in ("client-id-1", "client-id-1"):
-        response = httpx.get(f"{server.url}/version", headers={"x-request-id": given})
+        response = server.http.get("/version", headers={"x-request-id": given})
         assert response.headers["x-request-id"] == given
         body = {"model": "base", "prompt": "a"}
-        assert httpx.post(server.url + COMPLETION, json=body, headers={"x-request-id": given}).status_code == 200
+        assert server.http.post(COMPLETION, json=body, headers={"x-request-id": given}).status_code == 200
     assert len({request.request_id for request in server.engine.added}) == 2
-    odd = httpx.get(f"{server.url}/version", headers={"x-request-id": "a b" + "c" * 300})
+    odd = server.http.get("/version", headers={"x-request-id": "a b" + "c" * 300})
     assert odd.headers["x-request-id"].startswith("req_")
-    many = httpx.get(f"{server.url}/version", headers={f"h{index}": "x" for index in range(80)})
+    many = server.http.get("/version", headers={f"h{index}": "x" for index in range(80)})
     assert many.status_code == 431 and _error(many)
 
 
@@ -190,10 +189,10 @@ def test_keys(serve: Callable[..., Any]) -> None:
     server = serve(api_keys=["key-one", "key-two"])
     for path in ("/v1/models", CHAT, "/metrics", "/version", "/nothing", "/v1/files", "/openapi.json"):
         for given in (None, b"Bearer wrong", b"Basic key-one", b"\xe9", b"Bearer", b"Bearer key-one key-two"):
-            response = httpx.get(server.url + path, headers={} if given is None else {b"authorization": given})
+            response = server.http.get(path, headers={} if given is None else {b"authorization": given})
             assert (response.status_code, _error(response)["code"]) == (401, "invalid_api_key")
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert httpx.get(f"{server.url}/ping").status_code == 200
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ping").status_code == 200
     for key in ("key-one", "key-two"):
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
             assert client.models.list().data[0].id == "base"

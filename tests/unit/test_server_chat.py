@@ -29,7 +29,7 @@ def _events(response: httpx.Response) -> list[Any]:
 
 
 def _post(server: Any, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json={"model": "base", "messages": MESSAGES, **body})
+    return server.http.post("/v1/chat/completions", json={"model": "base", "messages": MESSAGES, **body})
 
 
 def test_whole_and_streamed_with_the_sdk(serve: Callable[..., Any]) -> None:
@@ -174,4 +174,4 @@ def test_model_without_chat_template(serve: Callable[..., Any], tiny_tokenizer: 
     assert response.status_code == 400 and "'base'" in response.json()["error"]["message"]
     server.script("fine")
     body = {"model": "base", "prompt": "works"}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"] == "fine"
+    assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "fine"

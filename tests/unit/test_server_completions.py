@@ -11,7 +11,7 @@ import openai
 
 
 def _post(server: Any, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json={"model": "base", **body})
+    return server.http.post(f"{path}", json={"model": "base", **body})
 
 
 def test_four_forms_of_prompts(serve: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -172,6 +173,26 @@ def test_models_and_adapters(serve: Callable[..., Any]) -> None:
         _wait(lambda: server.engine.store_changes == 1, "the supervisor was not told")
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("tone")
+
+
+def test_an_adapter_in_training_is_not_deleted(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    store = server.app.state.store
+    store.adapters.publish("tone", 1, "v1", "/d1", "ftjob-1")
+    asked: list[str] = []
+
+    def running(job_id: str) -> SimpleNamespace:
+        asked.append(job_id)
+        return SimpleNamespace(id=job_id, finished_at=None)
+
+    monkeypatch.setattr(store.jobs, "get", running)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=2) as client,
+        pytest.raises(openai.ConflictError) as caught,
+    ):
+        client.models.delete("tone")
+    assert caught.value.code == "job_state_conflict"
+    assert asked == ["ftjob-1"]  # the SDK did not try again
 
 
 def test_metrics(serve: Callable[..., Any]) -> None:

@@ -181,8 +181,17 @@ def test_metrics_of_a_replayed_step_overwrite(store: Store) -> None:
 
 def test_expired_files_are_gone(store: Store) -> None:
     for i, expires in enumerate((None, now() - 1, now() + 100)):
-        store.files.add(FileRecord(id=f"file-{i}", filename="x", bytes=1, purpose="fine-tune", sha256="", created_at=now(),
-                                   expires_at=expires))  # fmt: skip
+        store.files.add(
+            FileRecord(
+                id=f"file-{i}",
+                filename="x",
+                bytes=1,
+                purpose="fine-tune",
+                sha256="",
+                created_at=now(),
+                expires_at=expires,
+            )
+        )
     assert store.files.get("file-1") is None
     assert [record.id for record in store.files.page()[0]] == ["file-2", "file-0"]
     assert [record.id for record in store.files.page(newest_first=False)[0]] == ["file-0", "file-2"]
