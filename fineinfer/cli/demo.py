@@ -14,4 +14,4 @@ def demo(
     """Fine-tune the embedded model on shipped data while it answers requests, and compare before and after."""
     from fineinfer.cli.demo_run import run_demo
 
-    run_demo({"n_epochs": epochs, "learning_rate": learning_rate})
+    run_demo({"n_epochs": epochs, "learning_rate": learning_rate, "batch_size": 4})

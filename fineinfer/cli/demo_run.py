@@ -28,6 +28,7 @@ _READY_TIMEOUT_S = 300.0  # the first start converts the embedded model, 20 s on
 _MAX_ANSWER_TOKENS = 48
 _PROBE_TOKENS = 12
 _PROBE_PAUSE_S = 4.0
+_PROBE_MAX_SHARE = 0.25  # of the time, chat requests run: on a slow machine they must not starve the training they show
 _POLL_S = 0.5
 
 
@@ -160,8 +161,9 @@ def _chatting(client: OpenAI, model: str, held_out: list[HeldOut]) -> Iterator[C
     probe, stop = ChatProbe(), threading.Event()
 
     def run() -> None:
-        turn = 0
-        while not stop.wait(_PROBE_PAUSE_S):
+        turn, pause_s = 0, _PROBE_PAUSE_S
+        while not stop.wait(pause_s):
+            start_s = time.monotonic()
             try:
                 ttft_s, probe.last_answer = probe_once(client, model, held_out[turn % len(held_out)].question)
             except Exception as error:  # shown by the main thread, which also ends the demo
@@ -169,6 +171,7 @@ def _chatting(client: OpenAI, model: str, held_out: list[HeldOut]) -> Iterator[C
                 return
             probe.ttft_s.append(ttft_s)
             turn += 1
+            pause_s = max(_PROBE_PAUSE_S, (time.monotonic() - start_s) * (1 / _PROBE_MAX_SHARE - 1))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

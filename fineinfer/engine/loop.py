@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from fineinfer.adapters.registry import AdapterRegistry
@@ -37,41 +38,32 @@ IDLE_WAIT_S = 0.1
 STATS_PERIOD_S = 1.0
 
 
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of one engine, wired once in process.py; every part owns its own state."""
+
+    inbox: Inbox
+    outbox: Outbox
+    desk: RequestDesk
+    scheduler: Scheduler
+    runner: ModelRunner
+    training: TrainingHost
+    ladder: MemoryLadder
+    adapters: AdapterRegistry
+    latency: LatencyModel
+    counters: Counters
+
+
 class EngineLoop:
-    """Owns nothing but the order of things; every part it calls owns its own state.
+    """Owns nothing but the order of things.
 
     Args:
-        inbox: Messages in.
-        outbox: Messages out.
-        desk: Open requests.
-        scheduler: Plans.
-        runner: Inference slices.
-        training: Training slices.
-        ladder: Memory.
-        adapters: Adapter versions.
-        latency: Slice times.
-        counters: For the statistics.
+        parts: What it drives.
         eos_token_ids: The model's end tokens.
     """
 
-    def __init__(  # parts of one process, wired once in process.py
-        self,
-        inbox: Inbox,
-        outbox: Outbox,
-        desk: RequestDesk,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        training: TrainingHost,
-        ladder: MemoryLadder,
-        adapters: AdapterRegistry,
-        latency: LatencyModel,
-        counters: Counters,
-        eos_token_ids: tuple[int, ...],
-    ) -> None:
-        self._inbox, self._outbox, self._desk = inbox, outbox, desk
-        self._scheduler, self._runner, self._training = scheduler, runner, training
-        self._ladder, self._adapters, self._latency = ladder, adapters, latency
-        self._counters = counters
+    def __init__(self, parts: EngineParts, eos_token_ids: tuple[int, ...]) -> None:
+        self._parts = parts
         self._eos = frozenset(eos_token_ids)
         self._drain_until_s: float | None = None
         self._stats_at_s = 0.0
@@ -81,7 +73,7 @@ class EngineLoop:
         """Step until drained."""
         while not self.stopped:
             if not self.step():
-                self._inbox.wait(IDLE_WAIT_S)
+                self._parts.inbox.wait(IDLE_WAIT_S)
 
     def step(self) -> bool:
         """One turn.
@@ -89,22 +81,22 @@ class EngineLoop:
         Returns:
             False if there was nothing to do.
         """
-        self._handle(self._inbox.drain())
-        plan = self._scheduler.plan(now_s(), self._training.state(now_s()))
+        self._handle(self._parts.inbox.drain())
+        plan = self._parts.scheduler.plan(now_s(), self._parts.training.state(now_s()))
         worked = self._run_inference(plan)
         waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
         if plan.train or (waits_for_training and not worked):
-            worked = self._training.run_unit() or worked
-            self._counters.training_units += 1
+            worked = self._parts.training.run_unit() or worked
+            self._parts.counters.training_units += 1
         self._finish_turn()
         return worked
 
     def _finish_turn(self) -> None:
-        self._outbox.flush()
+        self._parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
-            self._outbox.broadcast_stats()
-        if self._drain_until_s is not None and (self._scheduler.is_idle() or now_s() > self._drain_until_s):
+            self._parts.outbox.broadcast_stats()
+        if self._drain_until_s is not None and (self._parts.scheduler.is_idle() or now_s() > self._drain_until_s):
             self._stop()
 
     # ------------------------------------------------------------ inference
@@ -114,12 +106,12 @@ class EngineLoop:
             return False
         started_s = time.perf_counter()
         try:
-            results = self._runner.run(plan.chunks)
+            results = self._parts.runner.run(plan.chunks)
         except Exception:
             logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
             results = self._run_one_by_one(plan.chunks)
         kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
-        self._latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
+        self._parts.latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
         for result in results:
             self._commit(result)
         return True
@@ -129,7 +121,7 @@ class EngineLoop:
         results: list[ChunkResult] = []
         for chunk in chunks:
             try:
-                results.extend(self._runner.run((chunk,)))
+                results.extend(self._parts.runner.run((chunk,)))
             except Exception as error:
                 logger.warning("request %s failed: %s", chunk.sequence.request_id, error)
                 results.append(ChunkResult(chunk, None, failed=True))
@@ -139,17 +131,17 @@ class EngineLoop:
         """Record what a chunk produced, send its token, end the request if it is done."""
         sequence, first = result.chunk.sequence, not result.chunk.sequence.output
         if result.failed:
-            self._desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
+            self._parts.desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
             return
-        self._scheduler.commit(result.chunk, result.token_id)
+        self._parts.scheduler.commit(result.chunk, result.token_id)
         if sequence.num_preemptions == 0:
             stop = min(result.chunk.start + result.chunk.length, len(sequence.prompt))
-            self._counters.prompt_tokens += max(0, stop - result.chunk.start)
+            self._parts.counters.prompt_tokens += max(0, stop - result.chunk.start)
         if result.token_id is None:
             return
-        self._counters.generation_tokens += 1
+        self._parts.counters.generation_tokens += 1
         reason, stop_token_id = self._end_of(sequence, result.token_id)
-        self._outbox.put(
+        self._parts.outbox.put(
             sequence.peer,
             RequestOutput(
                 request_id=sequence.request_id,
@@ -164,7 +156,7 @@ class EngineLoop:
             ),
         )
         if reason is not None:
-            self._desk.release(sequence, reason)
+            self._parts.desk.release(sequence, reason)
 
     def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         if len(sequence.output) >= sequence.sampling.min_tokens:
@@ -175,12 +167,12 @@ class EngineLoop:
         return (FinishReason.LENGTH, None) if sequence.max_output_left <= 0 else (None, None)
 
     def _make_room(self, plan: StepPlan) -> bool:
-        dropped_before = self._ladder.num_dropped_layers
-        enough = self._ladder.make_room(plan.slots_wanted, self._training.trainer, now_s())
-        dropped = self._ladder.num_dropped_layers - dropped_before
+        dropped_before = self._parts.ladder.num_dropped_layers
+        enough = self._parts.ladder.make_room(plan.slots_wanted, self._parts.training.trainer, now_s())
+        dropped = self._parts.ladder.num_dropped_layers - dropped_before
         if dropped:
             message = f"gave the activations of {dropped} layers to waiting requests; they are recomputed"
-            self._training.note("info", message, layers=dropped)
+            self._parts.training.note("info", message, layers=dropped)
         return enough
 
     # ------------------------------------------------------------ everything else
@@ -189,33 +181,33 @@ class EngineLoop:
         for _, message in messages:
             if isinstance(message, StartJob):
                 if self._drain_until_s is None:
-                    self._training.start(message)
+                    self._parts.training.start(message)
             elif isinstance(message, CancelJob):
-                self._training.cancel(message.job_id)
+                self._parts.training.cancel(message.job_id)
             elif isinstance(message, SetAdapter):
                 self._set_adapter(message)
             elif isinstance(message, RemoveAdapter):
-                self._adapters.remove(message.name)
+                self._parts.adapters.remove(message.name)
             elif isinstance(message, ResizeKV):
-                self._ladder.resize_kv(message.num_slots)
+                self._parts.ladder.resize_kv(message.num_slots)
             elif isinstance(message, Drain):
-                self._desk.draining = True
+                self._parts.desk.draining = True
                 self._drain_until_s = now_s() + message.timeout_s
-                self._training.park()
+                self._parts.training.park()
 
     def _set_adapter(self, message: SetAdapter) -> None:
         try:
-            self._adapters.register(
+            self._parts.adapters.register(
                 message.name, message.step, message.version, Path(message.directory), current=message.current
             )
         except Exception as error:
             logger.warning("adapter %s@%d rejected: %s", message.name, message.step, error)
-            self._outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
+            self._parts.outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
 
     def _stop(self) -> None:
         """Requests that did not finish in time get their terminal message, then the process may exit."""
-        for sequence in list(self._desk.open.values()):
-            self._desk.end(sequence, FinishReason.ERROR, "engine_overloaded", "The server is shutting down.")
-        self._outbox.notify(Drained())
-        self._outbox.flush()
+        for sequence in list(self._parts.desk.open.values()):
+            self._parts.desk.end(sequence, FinishReason.ERROR, "engine_overloaded", "The server is shutting down.")
+        self._parts.outbox.notify(Drained())
+        self._parts.outbox.flush()
         self.stopped = True

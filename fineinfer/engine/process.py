@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ import torch
 
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.engine.inbox import Inbox, RequestDesk
-from fineinfer.engine.loop import EngineLoop
+from fineinfer.engine.loop import EngineLoop, EngineParts
 from fineinfer.engine.memory_ladder import KV, MemoryLadder
 from fineinfer.engine.memory_plan import (
     DEFAULT_MAX_BATCHED_TOKENS,
@@ -48,6 +49,17 @@ from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.sequence import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Base:
+    """What exists before memory is divided."""
+
+    model: LoadedModel
+    adapters: AdapterRegistry
+    limits: SchedulerLimits
+    max_model_len: int
+    device: torch.device
 
 
 def main() -> None:
@@ -109,18 +121,15 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
     adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
     kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    plan = plan_memory(settings, budget, model, adapters, kv_spec, limits, max_model_len, device)
+    base = Base(model, adapters, limits, max_model_len, device)
+    plan = plan_memory(settings, budget, base, kv_spec)
     kv_cache = KVCache(
         plan.kv_slots_now,
         limits.max_num_seqs,
         min(max_model_len, plan.kv_slots_max),
         pool=KVPool(kv_spec, plan.kv_slots_max, device),
     )
-    governor = MemoryGovernor(plan.budget)
-    for owner, size in (("weights", plan.weights), ("workspace", plan.workspace), ("adapters", plan.adapters)):
-        governor.lease(owner, size)
-    governor.lease(KV, plan.kv_slots_now * plan.bytes_per_slot)
-    return wire(settings, token, model, adapters, kv_cache, governor, limits, plan, max_model_len, device)
+    return wire(settings, token, base, kv_cache, plan)
 
 
 def pick_device(name: str) -> torch.device:
@@ -138,21 +147,13 @@ def pick_context_length(settings: EngineSettings, model: LoadedModel) -> int:
     return settings.max_model_len or own
 
 
-def plan_memory(
-    settings: EngineSettings,
-    budget: int,
-    model: LoadedModel,
-    adapters: AdapterRegistry,
-    kv_spec: KVSpec,
-    limits: SchedulerLimits,
-    max_model_len: int,
-    device: torch.device,
-) -> MemoryPlan:
+def plan_memory(settings: EngineSettings, budget: int, base: Base, kv_spec: KVSpec) -> MemoryPlan:
     """Measure the largest serving forward on a throw-away pool, then divide the budget."""
+    model, device = base.model, base.device
     weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
-    num_rows = min(limits.max_num_batched_tokens, max_model_len)
+    num_rows = min(base.limits.max_num_batched_tokens, base.max_model_len)
     trial = KVCache(num_rows, 1, num_rows, pool=KVPool(kv_spec, num_rows, device))
-    runner = ModelRunner(model.decoder, trial, adapters, device)
+    runner = ModelRunner(model.decoder, trial, base.adapters, device)
 
     def largest_forward() -> None:
         sequence = Sequence("dry-run", b"", [0] * num_rows, SamplingParams(temperature=0.0), num_rows, 0.0)
@@ -166,35 +167,39 @@ def plan_memory(
     fixed = {
         "weights": weights,
         "workspace": workspace,
-        "adapters": adapters.stacks.num_bytes,
+        "adapters": base.adapters.stacks.num_bytes,
     }
-    max_slots = limits.max_num_seqs * max_model_len
+    max_slots = base.limits.max_num_seqs * base.max_model_len
     return make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic=device.type == "cpu")
 
 
-def wire(
-    settings: EngineSettings,
-    token: bytes,
-    model: LoadedModel,
-    adapters: AdapterRegistry,
-    kv_cache: KVCache,
-    governor: MemoryGovernor,
-    limits: SchedulerLimits,
-    plan: MemoryPlan,
-    max_model_len: int,
-    device: torch.device,
-) -> EngineLoop:
+def lease_plan(plan: MemoryPlan) -> MemoryGovernor:
+    """A governor with the plan's bytes leased.
+
+    Raises:
+        MemoryPlanError: The plan does not fit its own budget.
+    """
+    governor = MemoryGovernor(plan.budget)
+    owners = {"weights": plan.weights, "workspace": plan.workspace, "adapters": plan.adapters}
+    for owner, size in (owners | {KV: plan.kv_slots_now * plan.bytes_per_slot}).items():
+        if not governor.lease(owner, size):
+            raise MemoryPlanError(f"the memory plan exceeds its budget at {owner}: {plan.as_dict()}")
+    return governor
+
+
+def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, plan: MemoryPlan) -> EngineLoop:
     """Connect the parts of the loop; the only place that knows all of them."""
-    scheduler = Scheduler(kv_cache, limits, POLICIES[settings.policy])
+    model, adapters, device = base.model, base.adapters, base.device
+    governor = lease_plan(plan)
+    scheduler = Scheduler(kv_cache, base.limits, POLICIES[settings.policy])
     latency, counters = LatencyModel(), Counters()
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
     runner = ModelRunner(model.decoder, kv_cache, adapters, device)
-    boot_id = secrets.token_hex(8)
     info = EngineInfo(
-        boot_id=boot_id,
+        boot_id=secrets.token_hex(8),
         base_model=settings.base_model,
-        max_model_len=max_model_len,
-        max_request_tokens=min(max_model_len, kv_cache.max_slots),
+        max_model_len=base.max_model_len,
+        max_request_tokens=min(base.max_model_len, kv_cache.max_slots),
         vocab_size=model.spec.vocab_size,
         eos_token_ids=list(model.spec.eos_token_ids),
         dtype=str(next(model.decoder.parameters()).dtype).removeprefix("torch."),
@@ -202,7 +207,7 @@ def wire(
         memory_plan=plan.as_dict(),
     )
     router: Router[FromEngine, ToEngine] = Router(settings.engine_address, token, ToEngine)
-    source = StatisticsSource(boot_id, counters, scheduler, kv_cache, governor, ladder, latency)
+    source = StatisticsSource(info.boot_id, counters, scheduler, kv_cache, governor, ladder, latency)
     outbox = Outbox(
         router,
         info,
@@ -212,19 +217,8 @@ def wire(
     training = TrainingHost(model.decoder, ladder, latency, outbox, device)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
-    return EngineLoop(
-        inbox=inbox,
-        outbox=outbox,
-        desk=desk,
-        scheduler=scheduler,
-        runner=runner,
-        training=training,
-        ladder=ladder,
-        adapters=adapters,
-        latency=latency,
-        counters=counters,
-        eos_token_ids=model.spec.eos_token_ids,
-    )
+    parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)
+    return EngineLoop(parts, model.spec.eos_token_ids)
 
 
 if __name__ == "__main__":

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -43,17 +40,14 @@ from fineinfer.messages import (
 )
 from fineinfer.server.api_process import ApiSettings
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
+from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
 from fineinfer.server.status_line import StatusLine, print_banner
-from fineinfer.store import Store
+from fineinfer.store import Store, StoreError
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 STUCK_S = 10.0  # no answer for this long while work waits: the engine is stuck, unless a slice is known to take longer
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means the fault is not a passing one
 RESTART_WINDOW_S = 300.0
-
-
-class StartError(Exception):
-    """The server cannot start; the message is one line for the user."""
 
 
 @dataclass
@@ -73,64 +67,20 @@ def run(config: Config) -> int:
         The exit code: 0 after a clean stop, 1 on a failure that was reported in one line on stderr.
     """
     try:
-        config.server.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _state_lock(config.server.state_dir), _listening_socket(config) as listener:
+        with state_lock(config.server.state_dir), listening_socket(config.server) as listener:
             return asyncio.run(_serve(config, listener))
-    except (StartError, LocalJobError) as error:
+    except (StartError, LocalJobError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {config.server.state_dir}: {error.strerror or error}", file=sys.stderr)
         return 1
 
 
 async def _serve(config: Config, listener: socket.socket) -> int:
-    with _runtime_dir() as runtime_dir:
-        supervisor = Supervisor(config, listener, runtime_dir)
+    with runtime_dir() as folder:
+        supervisor = Supervisor(config, listener, folder)
         try:
             return await supervisor.main()
         finally:
             await supervisor.kill_all()
-
-
-@contextlib.contextmanager
-def _state_lock(state_dir: Path) -> Iterator[None]:
-    handle: IO[str] = open(state_dir / "lock", "w")  # noqa: SIM115 (held until exit)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        handle.close()
-        raise StartError(f"state directory {state_dir} is in use by another fineinfer serve") from None
-    with handle:
-        yield
-
-
-@contextlib.contextmanager
-def _listening_socket(config: Config) -> Iterator[socket.socket]:
-    host, port = config.server.host, config.server.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    with listener:
-        yield listener
-
-
-@contextlib.contextmanager
-def _runtime_dir() -> Iterator[Path]:
-    """A 0700 folder for sockets, short enough for the 107 bytes of a Unix socket's path."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base is None or not os.access(base, os.W_OK) or len(base) > 60:
-        base = tempfile.gettempdir()
-    path = Path(tempfile.mkdtemp(prefix="fineinfer-", dir=base))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 class Supervisor:
@@ -220,8 +170,9 @@ class Supervisor:
         engine = self._children.get("engine")
         if engine is not None and self._health.info is not None:
             await self._send_to_engine(Drain(timeout_s=timeout_s))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(engine.process.wait(), timeout_s + 10.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s + 10.0):
+                    await engine.process.wait()
             await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
         await self.kill_all()
         return 0
@@ -306,7 +257,13 @@ class Supervisor:
             stderr=asyncio.subprocess.PIPE,
             pass_fds=(self._listener.fileno(),) if name != "engine" else (),
             start_new_session=True,  # Ctrl-C reaches the supervisor only, which drains the rest in order
-            env={**os.environ, "FINEINFER_IPC_TOKEN": self._token.hex(), "PYTHONSAFEPATH": "1"},
+            # spinning threads of an idle engine would take the cores from the api workers on a small machine
+            env={
+                "OMP_WAIT_POLICY": "PASSIVE",
+                **os.environ,
+                "FINEINFER_IPC_TOKEN": self._token.hex(),
+                "PYTHONSAFEPATH": "1",
+            },
         )
         child = Child(name, process)
         child.reader = asyncio.create_task(self._forward_stderr(child))

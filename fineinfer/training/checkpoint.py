@@ -56,9 +56,14 @@ class SavedState:
     trainer_state: dict[str, Any]
 
 
+def checkpoint_folder(job_dir: Path, step: int) -> Path:
+    """Where the checkpoint after update ``step`` is."""
+    return job_dir / "checkpoints" / f"step-{step:08d}"
+
+
 def write_checkpoint(
     job_dir: Path, weights: LoraWeights, lora: LoraSpec, optimizer: AdamW, trainer_state: dict[str, Any]
-) -> Path:
+) -> None:
     """Write, verify, then remove all but the newest ``NUM_KEPT`` checkpoints.
 
     Args:
@@ -68,14 +73,11 @@ def write_checkpoint(
         optimizer: Holds the moments.
         trainer_state: JSON object with ``step`` and ``base_model``, besides what the trainer wants back.
 
-    Returns:
-        The checkpoint's folder.
-
     Raises:
         CheckpointError: Nothing was added and nothing was removed.
     """
-    root = job_dir / "checkpoints"
-    target = root / f"step-{trainer_state['step']:08d}"
+    target = checkpoint_folder(job_dir, trainer_state["step"])
+    root = target.parent
 
     def fill(folder: Path) -> None:
         save_adapter(weights, lora, trainer_state["base_model"], folder)
@@ -90,7 +92,6 @@ def write_checkpoint(
         _remove_old(root)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"checkpoint {target.name} was not written: {error}") from error
-    return target
 
 
 def read_newest(job_dir: Path, weights_shape: Any, max_rank: int) -> SavedState | None:

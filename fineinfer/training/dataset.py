@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from fineinfer.messages import TrainingSettings
 from fineinfer.training.errors import TrainingError
 
-HASH_CHUNK_BYTES = 1 << 20
+_CHECK_CHUNK_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ class PackedDataset:
         self.num_skipped = len(counts) - len(self._examples)
         if not len(self._examples):
             raise TrainingError(f"{path.name}: no example has a trained token", "no_trained_tokens")
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise TrainingError unless every id is a token of the model (on a GPU a wrong one would end the process)."""
+        ids, total = self._file.get_slice("input_ids"), int(self._offsets[-1])
+        for start in range(0, total, _CHECK_CHUNK_TOKENS):
+            chunk = ids[start : min(start + _CHECK_CHUNK_TOKENS, total)]
+            if chunk.min() < 0 or chunk.max() >= vocab_size:
+                raise TrainingError(f"the data has token ids outside 0 to {vocab_size - 1}", "dataset_unreadable")
 
     @property
     def num_examples(self) -> int:
@@ -205,8 +213,5 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

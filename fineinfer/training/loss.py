@@ -44,14 +44,14 @@ def head_chunk(decoder: Decoder, rows: torch.Tensor, target_ids: torch.Tensor, s
         weight = decoder.head_weight  # [vocab, hidden]
         logits = F.linear(normed.detach(), weight)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        num_correct = (wide.argmax(dim=-1) == target_ids).sum()
+        picked = target_ids[:, None]
+        num_correct = (wide.gather(1, picked) == wide.amax(dim=-1, keepdim=True)).sum()  # argmax takes 5 x as long
         log_probs = F.log_softmax(wide, dim=-1)
         del logits, wide
-        picked = target_ids[:, None]
         loss_sum = -log_probs.gather(1, picked).sum(dtype=torch.float64)
         # d(loss)/d(logits) = softmax - one-hot, made in place of the log-probabilities
         grad_logits = log_probs.exp_()
-        grad_logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=grad_logits.dtype)).mul_(scale)
-        grad_normed = grad_logits.to(weight.dtype) @ weight
+        grad_logits.scatter_add_(1, picked, torch.full_like(picked, -1, dtype=grad_logits.dtype))
+        grad_normed = (grad_logits.to(weight.dtype) @ weight).mul_(scale)
     (grad,) = torch.autograd.grad(normed, leaf, grad_normed)
     return ChunkLoss(grad, loss_sum, num_correct)

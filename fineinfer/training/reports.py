@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from fineinfer.messages import JobProgress
+from fineinfer.messages import JobCheckpoint, JobProgress, StartJob
+from fineinfer.training.checkpoint import checkpoint_folder
 
 
 @dataclass
@@ -68,4 +70,23 @@ def progress_message(job_id: str, entry: dict[str, Any], total_steps: int) -> Jo
         processed_tokens=entry["num_tokens"],
         tokens_per_s=0.0,
         eta_s=0.0,
+    )
+
+
+def checkpoint_message(
+    job: StartJob, cursor: Cursor, log_history: list[dict[str, Any]], adapter: tuple[str, Path], final: bool
+) -> JobCheckpoint:
+    """The message for a checkpoint at the cursor; ``adapter`` is the published version and its folder."""
+    losses = [entry["loss"] for entry in log_history if entry["loss"] is not None]
+    version, directory = adapter
+    return JobCheckpoint(
+        job_id=job.job_id,
+        name=job.name,
+        step=cursor.step,
+        version=version,
+        directory=str(directory),
+        checkpoint_dir=str(checkpoint_folder(Path(job.job_dir), cursor.step)),
+        loss=losses[-1] if losses else math.nan,
+        trained_tokens=cursor.trained_tokens,
+        final=final,
     )

@@ -6,7 +6,6 @@ keep policy. A job is a pure function of its settings and data, whatever the pac
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,17 @@ from fineinfer.adapters.weights import LoraLayout
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
-from fineinfer.training.checkpoint import CheckpointError, publish_adapter, read_newest, write_checkpoint
+from fineinfer.training.checkpoint import (
+    CheckpointError,
+    checkpoint_folder,
+    publish_adapter,
+    read_newest,
+    write_checkpoint,
+)
 from fineinfer.training.dataset import MicroBatch, PackedDataset, Schedule
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.projection import TrainingProjection
-from fineinfer.training.reports import Cursor, log_entry, progress_message
+from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
@@ -39,7 +44,7 @@ ReportT = TypeVar("ReportT", JobProgress, JobNote, JobCheckpoint)
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One finished unit: embed, forward, head, backward, recompute (forward and backward), optimizer or checkpoint."""
+    """One finished unit: embed, forward, head, backward, recompute, optimizer, checkpoint or publish."""
 
     kind: str
     num_tokens: int
@@ -71,6 +76,7 @@ class Trainer:
         self._job, settings = start, start.settings
         check_settings(settings)
         dataset = PackedDataset(Path(start.job_dir) / "dataset.safetensors", start.dataset_sha256)
+        dataset.check_token_ids(decoder.spec.vocab_size)
         self.schedule = Schedule(dataset, settings)
         try:
             layout = LoraLayout.uniform(decoder.spec, settings.lora)
@@ -157,8 +163,7 @@ class Trainer:
                 not finite, or the last checkpoint could not be written.
         """
         if self._update is None and self.checkpoint_due:
-            self._checkpoint_unit()
-            return UnitReport("checkpoint", 0)
+            return UnitReport(self._checkpoint_unit(), 0)
         if self._update is None:
             if not self._next:
                 raise TrainingError("the job is finished")
@@ -244,7 +249,7 @@ class Trainer:
         if batches:
             units.append(("optimizer", sum(batch.num_tokens for batch in batches)))
         if self._update is None and self.checkpoint_due:
-            units.append(("checkpoint", 0))
+            units += [("checkpoint", 0)] * (self._saved_step != self.step) + [("publish", 0)]
         return Counter(units)
 
     # ------------------------------------------------------------ for the memory governor
@@ -311,8 +316,8 @@ class Trainer:
         every = self._job.settings.save_steps or self.steps_per_epoch
         return step != self._announced_step and (step % every == 0 or step >= self.total_steps)
 
-    def save_resume_point(self) -> Path | None:
-        """Write the state after the last finished update, without publishing it; None before the first update.
+    def save_resume_point(self) -> None:
+        """Write the state after the last finished update, without publishing it; nothing before the first update.
 
         May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
 
@@ -320,13 +325,11 @@ class Trainer:
             CheckpointError: Nothing was written and nothing was lost; try again.
             TrainingError: The adapter is not finite.
         """
-        step, directory = self.cursor.step, Path(self._job.job_dir)
-        if step == 0:
-            return None
+        step = self.step
+        if step == self._saved_step:  # 0 before the first update
+            return
         if not self._state.masters.is_finite():
             raise TrainingError(f"the adapter is not finite after update {step}", "non_finite")
-        if step == self._saved_step:
-            return directory / "checkpoints" / f"step-{step:08d}"
         state = {
             "step": step,
             "global_step": step,
@@ -337,39 +340,29 @@ class Trainer:
             "log_history": self.log_history,
             **self._identity(),
         }
-        lora = self._job.settings.lora
-        written = write_checkpoint(directory, self._state.masters, lora, self._state.optimizer, state)
+        folder, lora = Path(self._job.job_dir), self._job.settings.lora
+        write_checkpoint(folder, self._state.masters, lora, self._state.optimizer, state)
         self._saved_step = step
-        return written
 
-    def _checkpoint_unit(self) -> None:
-        """Save, publish and announce; a disk that is full costs this checkpoint, and the job only at its end."""
+    def _checkpoint_unit(self) -> str:
+        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
         try:
-            directory = self.save_resume_point()
-            if directory is None:
-                raise TrainingError("there is nothing to save before the first update")
+            if self._saved_step != self.step:
+                self.save_resume_point()
+                return "checkpoint"
+            directory = checkpoint_folder(Path(self._job.job_dir), self.step)
             version, adapter = publish_adapter(directory, Path(self._job.adapters_dir))
         except CheckpointError as error:
-            if self.cursor.step >= self.total_steps:
+            if self.step >= self.total_steps:
                 raise
-            self._announced_step = self.cursor.step
+            self._announced_step = self.step
             self._note("error", f"{error}; training goes on, the next checkpoint is tried at its time")
-            return
+            return "checkpoint"
         self._announced_step = self.cursor.step
-        losses = [entry["loss"] for entry in self.log_history if entry["loss"] is not None]
-        self._reports.append(
-            JobCheckpoint(
-                job_id=self.job_id,
-                name=self._job.name,
-                step=self.cursor.step,
-                version=version,
-                directory=str(adapter),
-                checkpoint_dir=str(directory),
-                loss=losses[-1] if losses else math.nan,
-                trained_tokens=self.cursor.trained_tokens,
-                final=self.cursor.step >= self.total_steps,
-            )
-        )
+        final = self.step >= self.total_steps
+        message = checkpoint_message(self._job, self.cursor, self.log_history, (version, adapter), final)
+        self._reports.append(message)
+        return "publish"
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on to be this job's."""

@@ -37,9 +37,7 @@ Row = tuple[list[int], list[int]]  # token ids, loss mask
 def rows_of(lengths: list[int], vocab_size: int, seed: int) -> list[Row]:
     """Rows of random tokens; about two thirds of each are trained, as if after a prompt."""
     random = np.random.default_rng(seed)
-    return [
-        (random.integers(3, vocab_size, n).tolist(), [int(t >= max(1, n // 3)) for t in range(n)]) for n in lengths
-    ]
+    return [(random.integers(3, vocab_size, n).tolist(), [int(t >= max(1, n // 3)) for t in range(n)]) for n in lengths]
 
 
 def start_job(folder: Path, rows: list[Row], settings: TrainingSettings) -> StartJob:

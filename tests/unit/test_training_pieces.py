@@ -82,7 +82,13 @@ def test_adamw_and_clipping_equal_torch(weight_decay: float) -> None:
 
 
 def test_targets_are_predicted_from_the_token_before_in_the_same_sequence(tmp_path: Path) -> None:
-    rows = [([7, 8, 9], [1, 0, 1]), ([4, 5], [1, 1]), ([6], [1]), ([1, 2, 3], [0, 0, 0]), ([10, 11, 12, 13], [0, 1, 1, 0])]
+    rows = [
+        ([7, 8, 9], [1, 0, 1]),
+        ([4, 5], [1, 1]),
+        ([6], [1]),
+        ([1, 2, 3], [0, 0, 0]),
+        ([10, 11, 12, 13], [0, 1, 1, 0]),
+    ]
     dataset = dataset_of(tmp_path, rows)
     assert (dataset.num_examples, dataset.num_skipped) == (3, 2)  # one token, or nothing trained: left out
     batch = dataset.micro_batch([0, 1, 4], DEVICE)
@@ -91,12 +97,19 @@ def test_targets_are_predicted_from_the_token_before_in_the_same_sequence(tmp_pa
     assert batch.rope_lengths.tolist() == [3, 3, 3, 2, 2, 4, 4, 4, 4]
     assert batch.cu_seqlens == [0, 3, 5, 9]
     # the first token of a sequence has nothing before it, whatever its mask says
-    assert list(zip(batch.target_rows.tolist(), batch.target_ids.tolist(), strict=True)) == [(1, 9), (3, 5), (5, 11), (6, 12)]
+    assert list(zip(batch.target_rows.tolist(), batch.target_ids.tolist(), strict=True)) == [
+        (1, 9),
+        (3, 5),
+        (5, 11),
+        (6, 12),
+    ]
 
 
 def test_order_is_a_permutation_fixed_by_seed_and_epoch(tmp_path: Path) -> None:
     dataset = lengths_dataset(tmp_path, [3] * 200)
-    orders = {(seed, epoch): dataset.order(seed, epoch).tolist() for seed in (0, 1, -5, 2**64 - 1) for epoch in range(3)}
+    orders = {
+        (seed, epoch): dataset.order(seed, epoch).tolist() for seed in (0, 1, -5, 2**64 - 1) for epoch in range(3)
+    }
     assert all(sorted(order) == list(range(200)) for order in orders.values())
     assert len({tuple(order) for order in orders.values()}) == len(orders)
     assert dataset.order(1, 2).tolist() == orders[1, 2]
@@ -167,6 +180,10 @@ def test_another_file_or_a_broken_one_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TrainingError) as error:
             PackedDataset(path, hashlib.sha256(path.read_bytes()).hexdigest())
         assert error.value.code == "dataset_unreadable"
+    dataset = lengths_dataset(tmp_path, [3, 4])
+    dataset.check_token_ids(4)
+    with pytest.raises(TrainingError, match="outside 0 to 2"):
+        dataset.check_token_ids(3)
     with pytest.raises(TrainingError, match="no example has a trained token") as error:
         dataset_of(tmp_path, [([1, 2, 3], [1, 0, 0])])
     assert error.value.code == "no_trained_tokens"
