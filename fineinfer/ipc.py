@@ -1,4 +1,4 @@
-"""Sockets between the processes: zmq ROUTER/DEALER over ipc in a 0700 folder, typed msgpack, a per-boot token (no torch)."""
+"""Sockets between the processes: zmq ROUTER/DEALER over ipc, typed msgpack, a per-boot token (no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wire types between the api workers, the supervisor and the engine: msgspec structs as msgpack, never pickle (no torch)."""
+"""Wire types between api workers, supervisor and engine: msgspec structs as msgpack, never pickle (no torch)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,13 @@ from fineinfer.messages import (
     TrainingSettings,
 )
 from fineinfer.server.api_process import ApiSettings
+from fineinfer.server.engine_health import EngineHealth
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
 from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
 from fineinfer.server.status_line import StatusLine, print_banner
 from fineinfer.store import Store, StoreError
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
-STUCK_S = 10.0  # no answer for this long while work waits: the engine is stuck, unless a slice is known to take longer
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means the fault is not a passing one
 RESTART_WINDOW_S = 300.0
 
@@ -99,6 +98,7 @@ class Supervisor:
         self._token = secrets.token_bytes(32)
         self._control: AsyncRouter[ToApi, FromApi] = AsyncRouter(self._address("control"), self._token, FromApi)
         self._engine_link: AsyncDealer[ToEngine, FromEngine] | None = None
+        self._engine_reader: asyncio.Task[None] | None = None
         self._children: dict[str, Child] = {}
         self._workers: set[bytes] = set()
         self._stop = asyncio.Event()
@@ -139,7 +139,7 @@ class Supervisor:
             asyncio.create_task(coroutine)
             for coroutine in (
                 self._read_control(),
-                self._read_engine(),
+                self._watch_reader(),
                 self._jobs.run(),
                 self._watch_health(),
                 self._watch_children(),
@@ -174,6 +174,7 @@ class Supervisor:
                 async with asyncio.timeout(timeout_s + 10.0):
                     await engine.process.wait()
             await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
+        await self._close_link()
         await self.kill_all()
         return 0
 
@@ -185,7 +186,8 @@ class Supervisor:
                     child.process.terminate()
         for child in self._children.values():
             try:
-                await asyncio.wait_for(child.process.wait(), 5.0)
+                async with asyncio.timeout(5.0):
+                    await child.process.wait()
             except TimeoutError:
                 child.process.kill()
                 await child.process.wait()
@@ -220,11 +222,23 @@ class Supervisor:
         )
         self._health = EngineHealth()
         await self._spawn("engine", "fineinfer.engine.process", settings)
-        if self._engine_link is not None:
-            self._engine_link.close()
+        await self._close_link()
         # a new socket for a new engine: nothing queued for the dead one may reach its successor
-        self._engine_link = AsyncDealer(self._address("engine"), self._token, b"supervisor", FromEngine)
-        await self._engine_link.send(Hello())
+        link: AsyncDealer[ToEngine, FromEngine] = AsyncDealer(
+            self._address("engine"), self._token, b"supervisor", FromEngine
+        )
+        self._engine_link, self._engine_reader = link, asyncio.create_task(self._read_engine(link))
+        await link.send(Hello())
+
+    async def _close_link(self) -> None:
+        """Stop reading from an engine that is gone; its last messages have been read or are lost with it."""
+        reader, link = self._engine_reader, self._engine_link
+        self._engine_reader = self._engine_link = None
+        if reader is not None:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        if link is not None:
+            link.close()
 
     async def _spawn_api(self, index: int) -> None:
         server = self._config.server
@@ -310,6 +324,14 @@ class Supervisor:
         for peer in self._workers:
             await self._control.send(peer, EngineDown(reason=reason, restarting=True))
 
+    async def _watch_reader(self) -> None:
+        """End the server with the error of a message that could not be handled."""
+        while True:
+            await asyncio.sleep(0.2)
+            reader = self._engine_reader
+            if reader is not None and reader.done() and not reader.cancelled():
+                reader.result()
+
     async def _watch_health(self) -> None:
         """Kill an engine that answers no more although it has work; _watch_children then restarts it."""
         sequence = 0
@@ -342,9 +364,15 @@ class Supervisor:
             elif isinstance(message, StoreChanged):
                 self._jobs.wake()
 
-    async def _read_engine(self) -> None:
+    async def _read_engine(self, link: AsyncDealer[ToEngine, FromEngine]) -> None:
+        """Handle one engine's messages until its link is replaced."""
         status = StatusLine()
-        async for message in self._engine_messages():
+        while True:
+            try:
+                message = await link.recv()
+            except ProtocolError as error:
+                print(f"engine message dropped: {error}", file=sys.stderr, flush=True)
+                continue
             self._health.last_heard_s = time.monotonic()
             if isinstance(message, EngineInfo):
                 await self._engine_ready(message)
@@ -354,19 +382,6 @@ class Supervisor:
             elif not isinstance(message, (Pong, Drained)):
                 await self._jobs.on_engine_message(message)
 
-    async def _engine_messages(self) -> AsyncIterator[FromEngine]:
-        while True:
-            link = self._engine_link
-            if link is None:
-                await asyncio.sleep(0.05)
-                continue
-            try:
-                yield await asyncio.wait_for(link.recv(), 0.5)
-            except TimeoutError:
-                continue  # the link may be a new one
-            except ProtocolError as error:
-                print(f"engine message dropped: {error}", file=sys.stderr, flush=True)
-
     async def _engine_ready(self, info: EngineInfo) -> None:
         first = self._health.info is None
         self._health.info = info
@@ -375,18 +390,3 @@ class Supervisor:
         for peer in self._workers:
             await self._control.send(peer, EngineUp(info=info))
         await self._jobs.on_engine_up(info)
-
-
-@dataclass
-class EngineHealth:
-    """When the engine was last heard, and how long its silence may last."""
-
-    info: EngineInfo | None = None
-    last_heard_s: float | None = None
-    longest_slice_s: float = 0.0
-
-    def is_stuck(self, now_s: float) -> bool:
-        """Whether the engine was silent for longer than any slice explains."""
-        if self.last_heard_s is None:
-            return False
-        return now_s - self.last_heard_s > max(STUCK_S, 5.0 * self.longest_slice_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from fineinfer.kernels.reference import attention_varlen
 from fineinfer.model.decoder import Decoder, Project
 
-_PROBE_TOKENS = (53, 106)  # no size of a weight is likely to be either
+_PROBE_TOKENS = 53  # no size of a weight is likely to be this or twice this
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ActivationSizes:
         input_per_token: One layer's input, for one token.
         graph_per_token: What autograd saves for one layer and token, the input not counted.
         graph_per_square: The same for one pair of tokens of a sequence (0 where attention keeps no score matrix).
+        packing_per_token: What is saved besides when sequences are joined after attention.
         head_workspace: Largest buffers of one head chunk.
     """
 
@@ -28,6 +30,7 @@ class ActivationSizes:
     input_per_token: int
     graph_per_token: float
     graph_per_square: float
+    packing_per_token: float
     head_workspace: int
 
     def inputs(self, num_tokens: int) -> int:
@@ -36,63 +39,68 @@ class ActivationSizes:
 
     def graph(self, lengths: list[int]) -> int:
         """The graph of one kept layer for sequences of these lengths."""
-        return int(sum(self.graph_per_token * n + self.graph_per_square * n * n for n in lengths))
+        packing = self.packing_per_token if len(lengths) > 1 else 0.0
+        return int(sum((self.graph_per_token + packing) * n + self.graph_per_square * n * n for n in lengths))
 
-    def all_kept(self, lengths: list[int]) -> int:
-        """Peak of a micro-batch whose layers are all kept."""
-        per_layer = self.inputs(sum(lengths)) + self.graph(lengths)
-        return self.num_layers * per_layer + self._workspace(lengths)
+    def all_kept(self, num_tokens: int) -> int:
+        """No micro-batch of this many tokens needs more with all layers kept."""
+        return self.num_layers * (self.inputs(num_tokens) + self._largest_graph(num_tokens)) + self._rest(num_tokens)
 
-    def all_recomputed(self, lengths: list[int]) -> int:
-        """Peak of a micro-batch whose layers are all recomputed: every input, and one graph at a time."""
-        inputs = self.num_layers * self.inputs(sum(lengths))
-        return inputs + self.graph(lengths) + self._workspace(lengths)
+    def all_recomputed(self, num_tokens: int) -> int:
+        """The same with all layers recomputed: every input, and one graph at a time."""
+        return self.num_layers * self.inputs(num_tokens) + self._largest_graph(num_tokens) + self._rest(num_tokens)
 
-    def _workspace(self, lengths: list[int]) -> int:
+    def _largest_graph(self, num_tokens: int) -> int:
+        return self.graph([num_tokens]) + int(self.packing_per_token * num_tokens)
+
+    def _rest(self, num_tokens: int) -> int:
         """Gradients within one layer's backward take about its graph once more; the head runs before any of it."""
-        return 2 * self.inputs(sum(lengths)) + max(self.graph(lengths), self.head_workspace)
+        return 2 * self.inputs(num_tokens) + max(self._largest_graph(num_tokens), self.head_workspace)
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def measure_activations(decoder: Decoder, project: Project, head_chunk_tokens: int) -> ActivationSizes:
-    """Run one layer on two lengths under saved_tensors_hooks and count the distinct storages that autograd keeps.
+    """Run one layer on a few lengths under saved_tensors_hooks and count the distinct storages that autograd keeps.
 
     Args:
         decoder: The base model.
         project: The linear maps of a training step.
         head_chunk_tokens: Rows of one head chunk.
     """
-    short, long = _PROBE_TOKENS
-    counts = [_saved_bytes(decoder, project, num_tokens) for num_tokens in _PROBE_TOKENS]
-    square = max(0.0, (counts[1] - counts[0] * long / short) / (long * long - short * long))
+    n = _PROBE_TOKENS
+    one, two = _saved_bytes(decoder, project, [n]), _saved_bytes(decoder, project, [2 * n])
+    joined = _saved_bytes(decoder, project, [n, n])
+    square = max(0.0, (two - 2 * one) / (2 * n * n))
     spec, element = decoder.spec, decoder.dtype.itemsize
     return ActivationSizes(
         num_layers=spec.num_layers,
         input_per_token=spec.hidden_size * element,
-        graph_per_token=counts[0] / short - square * short,
+        graph_per_token=one / n - square * n,
         graph_per_square=square,
+        packing_per_token=max(0.0, (joined - 2 * one) / (2 * n)),
         head_workspace=head_chunk_tokens * spec.vocab_size * (2 * max(element, 4) + element),
     )
 
 
-def _saved_bytes(decoder: Decoder, project: Project, num_tokens: int) -> int:
+def _saved_bytes(decoder: Decoder, project: Project, lengths: list[int]) -> int:
+    num_tokens, bounds = sum(lengths), [0, *itertools.accumulate(lengths)]
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         # Weights and constants are shared by all tokens: only what has a row per token is an activation.
-        if num_tokens in tensor.shape:
+        if num_tokens in tensor.shape or lengths[0] in tensor.shape:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention_varlen(q, k, v, [0, num_tokens], decoder.spec.sliding_windows[layer])
+        return attention_varlen(q, k, v, bounds, decoder.spec.sliding_windows[layer])
 
     generator = torch.Generator(decoder.device).manual_seed(0)
     x = torch.empty(num_tokens, decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
     x.normal_(generator=generator).requires_grad_()
-    positions = torch.arange(num_tokens, device=decoder.device)
-    rows = decoder.rope.rows(positions, torch.full_like(positions, num_tokens))
+    positions = torch.cat([torch.arange(length, device=decoder.device) for length in lengths])
+    rows = decoder.rope.rows(positions, torch.full_like(positions, lengths[0]))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = decoder.layer(0, x, rows, project, attend)
     for shared in (x, *rows):  # a layer's input is counted apart, cosines and sines are there once for all layers

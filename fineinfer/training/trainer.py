@@ -280,11 +280,11 @@ class Trainer:
 
     def bytes_if_all_kept(self, num_tokens: int) -> int:
         """Peak activation bytes of a micro-batch of this many tokens with every layer kept."""
-        return self._context.sizes.all_kept([num_tokens])
+        return self._context.sizes.all_kept(num_tokens)
 
     def bytes_if_recomputed(self, num_tokens: int) -> int:
         """The same with every layer recomputed."""
-        return self._context.sizes.all_recomputed([num_tokens])
+        return self._context.sizes.all_recomputed(num_tokens)
 
     def held_bytes(self) -> int:
         """Bytes of layer inputs and kept graphs held now."""
