@@ -41,7 +41,7 @@ test-gpu: install
 	$(BIN)/pytest -m gpu $(ARGS)
 
 bench: install
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	$(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

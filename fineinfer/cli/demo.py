@@ -8,7 +8,7 @@ import typer
 
 
 def demo(
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the demo data.")] = 6,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the demo data.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
 ) -> None:
     """Fine-tune the embedded model on shipped data while it answers requests, and compare before and after."""

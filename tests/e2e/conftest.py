@@ -90,7 +90,17 @@ def start_server(state_dir: Path, *flags: str, env: dict[str, str] | None = None
         port = probe.getsockname()[1]
     state_dir.mkdir(parents=True, exist_ok=True)
     log = state_dir / "server.log"
-    command = [sys.executable, "-m", "fineinfer.cli", "serve", "--port", str(port), "--state-dir", str(state_dir), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "fineinfer.cli",
+        "serve",
+        "--port",
+        str(port),
+        "--state-dir",
+        str(state_dir),
+        *flags,
+    ]
     with log.open("ab") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, start_new_session=True, env={**os.environ, **(env or {})}
@@ -152,7 +162,7 @@ def chat_rows(count: int) -> list[dict]:
     return [
         {
             "messages": [
-                {"role": "user", "content": f"What is the code of locker {i}? 你好 😀 \"quoted\""},
+                {"role": "user", "content": f'What is the code of locker {i}? 你好 😀 "quoted"'},
                 {"role": "assistant", "content": f"The code of locker {i} is {i * 37 % 101}-{i * 11 % 89}."},
             ]
         }

@@ -33,13 +33,17 @@ def start_training(server: LiveServer, num_rows: int = 64, epochs: int = 50, **s
 
 def waits(server: LiveServer, count: int) -> list[float]:
     """Seconds each request waited in the engine until its first slice, one request at a time."""
-    before_sum, before_count = server.metric("request_queue_time_seconds_sum"), server.metric(
-        "request_queue_time_seconds_count"
+    before_sum, before_count = (
+        server.metric("request_queue_time_seconds_sum"),
+        server.metric("request_queue_time_seconds_count"),
     )
     collected = []
     for _ in range(count):
         server.http.post("/v1/completions", json={"model": server.base_model, "prompt": "hi", "max_tokens": 2})
-        total, number = server.metric("request_queue_time_seconds_sum"), server.metric("request_queue_time_seconds_count")
+        total, number = (
+            server.metric("request_queue_time_seconds_sum"),
+            server.metric("request_queue_time_seconds_count"),
+        )
         assert number == before_count + 1
         collected.append(total - before_sum)
         before_sum, before_count = total, number
@@ -47,19 +51,34 @@ def waits(server: LiveServer, count: int) -> list[float]:
     return collected
 
 
+def longest_mean_slice(server: LiveServer) -> float:
+    """Seconds of the slowest kind of training unit, on average."""
+    lines = server.http.get("/metrics").text.splitlines()
+    kinds = ("forward", "backward", "recompute", "head", "optimizer", "embed")
+    return max(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("fineinfer:slice_time_seconds") and any(f'kind="{kind}"' in line for kind in kinds)
+    )
+
+
 @pytest.mark.parametrize(("policy", "bound_s"), [("inference-first", 1.0), ("deferred", 0.3), ("deferred", 0.8)])
 def test_a_request_in_mid_training_starts_in_time(tiny_model, tmp_path, policy, bound_s, capsys):
     flags = ("--policy", policy, "--deferral-bound-s", str(bound_s), "--served-model-name", "tiny")
     with live_server(tmp_path, str(tiny_model), *flags) as server:
-        start_training(server, gradient_accumulation_steps=1)
+        start_training(server, gradient_accumulation_steps=1, save_steps=100_000)
         measured = waits(server, 8)
-        slice_s = 0.1  # a unit of this model takes about 10 ms; a busy machine may hold one up
+        # one slice is in flight when a request comes; a busy machine may hold one up for several times its mean
+        slice_s = 0.05 + 4 * longest_mean_slice(server)
     limit = slice_s + (bound_s if policy == "deferred" else 0.0)
     with capsys.disabled():
-        print(f"\n{policy} bound {bound_s} s: waited {statistics.median(measured):.3f} s median, {max(measured):.3f} max")
+        print(
+            f"\n{policy} bound {bound_s} s: waited {statistics.median(measured):.3f} s median, {max(measured):.3f} max, "
+            f"limit {limit:.3f}"
+        )
     assert max(measured) <= limit
     if policy == "deferred":
-        assert max(measured) > slice_s, "nothing was deferred, so the bound was not tested"
+        assert max(measured) > 0.1, "nothing was deferred, so the bound was not tested"
 
 
 def test_coserved_equals_alone(tiny_model, tmp_path):
@@ -87,39 +106,3 @@ def test_coserved_equals_alone(tiny_model, tmp_path):
         client.join()
     assert beside == alone
     assert len(answers) > 3 and set(answers) == {quiet_answer}
-
-
-def test_pool_shrinks_for_training_and_grows_back_for_requests(tiny_model, tmp_path):
-    """A budget with little room: a job takes slots from the pool, a wave of requests takes them back, nothing is lost."""
-    flags = (str(tiny_model), "--memory-budget", "160MiB", "--served-model-name", "tiny", "--max-loras", "2",
-             "--max-lora-rank", "16", "--max-num-batched-tokens", "128", "--policy", "inference-first")  # fmt: skip
-    ask = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-    with live_server(tmp_path, *flags) as server:
-        at_start = server.metric("kv_slots_now")
-        quiet = server.http.post("/v1/completions", json=ask | {"max_tokens": 30}).json()["choices"][0]["text"]
-        job_id = start_training(server, epochs=40)
-        time.sleep(1.5)
-        beside = server.metric("kv_slots_now")
-        assert beside < at_start, "training took nothing from the pool, so nothing is tested"
-        count = int(at_start // 340) + 2
-        texts: list[str] = []
-
-        def client() -> None:
-            response = server.http.post("/v1/completions", json=ask)
-            texts.append(response.json()["choices"][0]["text"] if response.status_code == 200 else response.text)
-
-        clients = [threading.Thread(target=client) for _ in range(count)]
-        for thread in clients:
-            thread.start()
-        most = 0.0
-        while any(thread.is_alive() for thread in clients):
-            most = max(most, server.metric("kv_slots_now"))
-            time.sleep(0.2)
-        assert len(set(texts)) == 1 and texts[0].startswith(quiet)
-        assert most > beside, "the pool never grew back for the requests"
-        job = server.http.get(f"/v1/fine_tuning/jobs/{job_id}").json()
-        assert job["status"] == "running"
-        assert server.http.post(f"/v1/fine_tuning/jobs/{job_id}/cancel").status_code == 200
-        assert server.wait_job(job_id)["status"] == "cancelled"
-        time.sleep(2.0)
-        assert server.metric("kv_slots_now") == at_start

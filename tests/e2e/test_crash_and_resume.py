@@ -91,8 +91,10 @@ def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp
         assert answer.usage.completion_tokens >= 1
     with capsys.disabled():
         difference = max(abs(got[step] - want[step]) for step in want)
-        print(f"\nkill -9: clients told after {told_after:.2f} s, ready after {back_after:.1f} s, loss trace of "
-              f"{len(want)} steps differs by {difference}")
+        print(
+            f"\nkill -9: clients told after {told_after:.2f} s, ready after {back_after:.1f} s, loss trace of "
+            f"{len(want)} steps differs by {difference}"
+        )
     assert got == want
 
 

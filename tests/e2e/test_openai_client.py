@@ -10,7 +10,7 @@ import pytest
 from .conftest import chat_rows
 
 pytestmark = pytest.mark.e2e
-TRICKY = 'Repeat: 😀 你好, "quotes" \\ and \'single\' — naïve café\ttab'
+TRICKY = "Repeat: 😀 你好, \"quotes\" \\ and 'single' — naïve café\ttab"
 
 
 def test_chat_knows_a_fact_streamed_and_whole(embedded_server):

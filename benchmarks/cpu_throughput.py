@@ -1,0 +1,185 @@
+"""The engine against transformers and PEFT on this machine's CPU: ragged serving, ragged training, same dtype and run.
+
+    python benchmarks/cpu_throughput.py
+
+Serving: 32 requests at once, prompts of 8 to 256 tokens, each its own max_tokens of 16 to 128, against `generate` on
+the padded batch (which runs until the longest has ended); useful tokens per second. Training: 4 ragged rows, kept
+activations, against the better of PEFT padded and PEFT row by row. Writes benchmarks/results/cpu_throughput.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from harness import write_csv
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
+
+from fineinfer.engine import process
+from fineinfer.engine.settings import EngineSettings
+from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
+from fineinfer.model.gguf import converted_gguf, embedded_gguf
+from fineinfer.request import FinishReason, SamplingParams
+from fineinfer.scheduler.sequence import Sequence
+
+RESULTS = Path(__file__).parent / "results" / "cpu_throughput.csv"
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def serve_ours(parts, requests) -> tuple[float, float, float]:
+    """(prefill seconds, decode seconds, tokens) through the scheduler and the runner of the engine."""
+    for i, (prompt, num_new) in enumerate(requests):
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+        parts.scheduler.add(Sequence(f"r{i}", b"x", prompt, sampling, len(prompt) + num_new, time.monotonic()))
+    prefill = decode = 0.0
+    while not parts.scheduler.is_idle():
+        begin = time.perf_counter()
+        plan = parts.scheduler.plan(time.monotonic(), parts.training.state(time.monotonic()))
+        for result in parts.runner.run(plan.chunks):
+            parts.scheduler.commit(result.chunk, result.token_id)
+            if result.token_id is not None and result.chunk.sequence.max_output_left <= 0:
+                parts.scheduler.finish(result.chunk.sequence, FinishReason.LENGTH)
+        seconds = time.perf_counter() - begin
+        if plan.num_rows > len(plan.chunks):
+            prefill += seconds
+        else:
+            decode += seconds
+    return prefill, decode, sum(num_new for _, num_new in requests)
+
+
+def serve_transformers(model, requests) -> tuple[float, float, float]:
+    width, longest = max(len(p) for p, _ in requests), max(n for _, n in requests)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p, _ in requests])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests])
+    options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=1, **options)
+        prefill = time.perf_counter() - begin
+        begin = time.perf_counter()
+        model.generate(ids, max_new_tokens=longest, **options)
+        total = time.perf_counter() - begin
+    return prefill, total - prefill, sum(n for _, n in requests)
+
+
+def train_ours(parts, rows: list[list[int]], updates: int) -> float:
+    folder = Path(tempfile.mkdtemp())
+    job = folder / "job"
+    job.mkdir()
+    ids = np.concatenate([np.array(row) for row in rows]).astype(np.int32)
+    offsets = np.cumsum([0, *[len(row) for row in rows]]).astype(np.int64)
+    mask = np.ones(len(ids), np.uint8)
+    mask[offsets[:-1]] = 0
+    save_file({"input_ids": ids, "loss_mask": mask, "offsets": offsets}, job / "dataset.safetensors")
+    sha = hashlib.sha256((job / "dataset.safetensors").read_bytes()).hexdigest()
+    settings = TrainingSettings(
+        n_epochs=updates + 1,
+        batch_size=len(rows),
+        gradient_accumulation_steps=1,
+        lora=LoraSpec(r=16),
+        recompute="never",
+        save_steps=10**6,
+    )
+    parts.training.start(
+        StartJob(
+            job_id="bench",
+            name="bench",
+            base_model="m",
+            job_dir=str(job),
+            adapters_dir=str(folder / "adapters"),
+            dataset_sha256=sha,
+            settings=settings,
+        )
+    )
+    trainer = parts.training.trainer
+    while trainer.step < 1:
+        parts.training.run_unit()
+    begin = time.perf_counter()
+    while trainer.step < updates + 1:
+        parts.training.run_unit()
+    seconds = time.perf_counter() - begin
+    parts.training.cancel("bench")
+    return updates * len(ids) / seconds
+
+
+def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    labels = ids.masked_fill(mask == 0, -100)
+
+    def padded() -> None:
+        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+
+    def row_by_row() -> None:
+        for row in rows:
+            tensor = torch.tensor([row])
+            (model(input_ids=tensor, labels=tensor).loss * len(row)).backward()
+
+    speeds = {}
+    for name, step in (("padded", padded), ("row by row", row_by_row)):
+        for count in (1, updates):
+            begin = time.perf_counter()
+            for _ in range(count):
+                step()
+                optimizer.step()
+                optimizer.zero_grad()
+            speeds[name] = count * sum(len(row) for row in rows) / (time.perf_counter() - begin)
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=2)
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    path, rng = converted_gguf(embedded_gguf()), random.Random(3)
+    requests = [([rng.randint(5, 40000) for _ in range(rng.randint(8, 256))], rng.randint(16, 128)) for _ in range(32)]
+    rows = [[rng.randint(5, 40000) for _ in range(n)] for n in (103, 151, 188, 247)]
+    address = f"ipc://{tempfile.mkdtemp()}/engine"
+    settings = EngineSettings(model=str(path), base_model="m", engine_address=address, dtype="float32", device="cpu")
+    parts = process.build_engine(settings, b"t" * 32)._parts
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    psutil.cpu_percent(None)
+    serve_ours(parts, [(p[:16], 4) for p, _ in requests[:4]])
+    mine, theirs = serve_ours(parts, requests), serve_transformers(model, requests)
+    table = []
+    for case, a, b in (
+        ("serving", mine[0] + mine[1], theirs[0] + theirs[1]),
+        ("prefill", mine[0], theirs[0]),
+        ("decode", mine[1], theirs[1]),
+    ):
+        table.append({"case": case, "ours_tok_s": mine[2] / a, "peer": "generate, padded", "peer_tok_s": theirs[2] / b})
+    ours = train_ours(parts, rows, args.updates)
+    speeds = train_peft(model, rows, args.updates)
+    best = max(speeds, key=lambda name: speeds[name])
+    table.append({"case": "training", "ours_tok_s": ours, "peer": f"PEFT {best}", "peer_tok_s": speeds[best]})
+    busy = psutil.cpu_percent(None)  # of all cores since the start
+    for row in table:
+        row["ratio"] = row["ours_tok_s"] / row["peer_tok_s"]
+        print(
+            f"{row['case']:9s} ours {row['ours_tok_s']:.1f}  {row['peer']} {row['peer_tok_s']:.1f}  x{row['ratio']:.2f}"
+        )
+    others = max(0.0, busy / 100 - time.process_time() / ((time.perf_counter() - begin) * (os.cpu_count() or 1)))
+    print(f"CPU share of other processes meanwhile: {100 * others:.0f} %")
+    for row in table:
+        row["cpu_share_of_others"] = others
+    write_csv(RESULTS, table)
+
+
+if __name__ == "__main__":
+    main()
