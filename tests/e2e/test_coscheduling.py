@@ -73,8 +73,8 @@ def test_a_request_in_mid_training_starts_in_time(tiny_model, tmp_path, policy, 
     limit = slice_s + (bound_s if policy == "deferred" else 0.0)
     with capsys.disabled():
         print(
-            f"\n{policy} bound {bound_s} s: waited {statistics.median(measured):.3f} s median, {max(measured):.3f} max, "
-            f"limit {limit:.3f}"
+            f"\n{policy} bound {bound_s} s: waited {statistics.median(measured):.3f} s median, "
+            f"{max(measured):.3f} max, limit {limit:.3f}"
         )
     assert max(measured) <= limit
     if policy == "deferred":

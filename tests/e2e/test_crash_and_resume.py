@@ -1,4 +1,4 @@
-"""kill -9 of the engine in mid-job: clients learn at once, the server recovers, the job ends as if nothing had happened."""
+"""kill -9 of the engine in mid-job: clients learn at once, the server recovers, the job ends as if undisturbed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ def move(name, leased, action):
 needed = trainer.bytes_if_all_kept(2048)
 governor.set_budget(governor.budget_bytes - governor.free_bytes + needed // 2)
 slots = kv.num_slots
-OWNERS = ("lease:kv", "lease:training_state")
 move("pool gives to training", lambda: governor.leased("kv"), lambda: training.run_unit())
 assert kv.num_slots < slots
 
@@ -83,13 +82,20 @@ move("kept graphs are dropped", trainer.held_bytes, lambda: ladder.make_room(64,
 assert trainer.num_kept_layers() == 0 and ladder.num_dropped_layers == held_layers
 governor.set_budget(governor.budget_bytes + (256 << 20))
 
-def finish_and_use():
-    while training.trainer is not None:
-        training.run_unit()
+while training.trainer is not None:
+    training.run_unit()
+
+def use():
     for layer in range(8):
         pool.layer(layer)[: kv.num_slots].fill_(1.0)
 
-move("pool grows back after the job", lambda: sum(governor.snapshot()[k] for k in OWNERS if k in governor.snapshot()) , finish_and_use)
+def grow_and_use():
+    ladder.grow_kv()
+    use()
+
+use()
+move("pool shrinks again", lambda: governor.leased("kv"), lambda: ladder.resize_kv(slots // 2))
+move("pool grows back", lambda: governor.leased("kv"), grow_and_use)
 assert kv.num_slots == slots
 print(json.dumps(moves))
 """
