@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -55,11 +56,9 @@ class LocalServer:
         with httpx2.Client(trust_env=False, timeout=2.0) as client:
             while time.monotonic() < deadline_s:
                 self.check_alive()
-                try:
+                with contextlib.suppress(httpx2.HTTPError):  # not listening yet
                     if client.get(f"{self.url}/health").status_code == 200:
                         return
-                except httpx2.HTTPError:
-                    pass  # not listening yet
                 show(self.log_tail(1))
                 time.sleep(0.2)
         raise CliError(f"the server was not ready within {timeout_s:.0f} s; the end of its log:\n{self.log_tail()}")

@@ -6,19 +6,18 @@ is tokens ``offsets[e]:offsets[e+1]``; mask 1 at t means that token t itself is 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import tempfile
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from fineinfer.hashing import file_sha256
 
 DATASET_FILE = "dataset.safetensors"
 SUMMARY_FILE = "dataset.json"
@@ -40,25 +39,8 @@ class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
-@dataclass(frozen=True)
-class PackedDataset:
-    """The mapped arrays; see the module."""
-
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def example(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """(input_ids [T], loss_mask [T]) of one example."""
-        span = slice(self.offsets[index], self.offsets[index + 1])
-        return self.input_ids[span], self.loss_mask[span]
-
-
 class PackedWriter:
-    """Writes examples one by one; memory does not grow with the tokens. Use as a context manager.
+    """Writes examples one by one, spooled to disk until the end. Use as a context manager.
 
     Args:
         directory: Where ``dataset.safetensors`` appears, whole and synced, when ``finish`` returns.
@@ -93,7 +75,7 @@ class PackedWriter:
         """Append one example; both lists have one entry a token."""
         if len(input_ids) != len(loss_mask):
             raise ValueError(f"{len(input_ids)} ids but {len(loss_mask)} mask entries")
-        self._ids.write(np.asarray(input_ids, "<i4").tobytes())
+        self._ids.write(np.asarray(input_ids, np.int32).tobytes())
         self._mask.write(bytes(loss_mask))
         self._offsets.append(self.tokens + len(input_ids))
         self.trainable_tokens += sum(loss_mask)
@@ -103,46 +85,24 @@ class PackedWriter:
         """Assemble the file and return its SHA-256 (hex)."""
         target = self._directory / DATASET_FILE
         part = target.with_suffix(".part")
-        with part.open("wb") as out:
-            out.write(self._header())
-            out.write(np.frombuffer(self._offsets, "=i8").astype("<i8").tobytes())
-            for spool in (self._ids, self._mask):
-                spool.seek(0)
-                shutil.copyfileobj(spool, out, 1 << 20)
-            out.flush()
-            os.fsync(out.fileno())
+        tensors = {
+            "offsets": np.array(self._offsets, np.int64),
+            "input_ids": self._mapped(self._ids, np.int32),
+            "loss_mask": self._mapped(self._mask, np.uint8),
+        }
+        save_file(tensors, part)
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         digest = file_sha256(part)
         part.replace(target)
         return digest
 
-    def _header(self) -> bytes:
-        """The safetensors header; widest type first, so that every tensor is aligned."""
-        tensors: dict[str, Any] = {}
-        begin = 0
-        layout = (("offsets", "I64", 8, self.examples + 1), ("input_ids", "I32", 4, self.tokens),
-                  ("loss_mask", "U8", 1, self.tokens))  # fmt: skip
-        for name, dtype, width, length in layout:
-            end = begin + width * length
-            tensors[name] = {"dtype": dtype, "shape": [length], "data_offsets": [begin, end]}
-            begin = end
-        text = msgspec.json.encode(tensors)
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-
-def read_dataset(directory: Path) -> PackedDataset:
-    """Map the data set of a job folder.
-
-    Raises:
-        ValueError: The arrays do not fit together.
-    """
-    with safe_open(directory / DATASET_FILE, framework="np") as file:
-        data = PackedDataset(*(file.get_tensor(name) for name in ("input_ids", "loss_mask", "offsets")))
-    offsets = data.offsets
-    fits = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == len(data.input_ids) == len(data.loss_mask)
-    if not fits or (np.diff(offsets) <= 0).any():
-        raise ValueError(f"{directory / DATASET_FILE}: offsets, input_ids and loss_mask do not fit together")
-    return data
+    def _mapped(self, spool: IO[bytes], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A spooled column as an array [num_tokens]."""
+        spool.flush()
+        if self.tokens == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(spool, dtype, mode="r", shape=(self.tokens,))
 
 
 def write_summary(directory: Path, summary: DatasetSummary) -> None:
@@ -158,9 +118,3 @@ def write_summary(directory: Path, summary: DatasetSummary) -> None:
 def read_summary(directory: Path) -> DatasetSummary:
     """Read dataset.json."""
     return msgspec.json.decode((directory / SUMMARY_FILE).read_bytes(), type=DatasetSummary)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

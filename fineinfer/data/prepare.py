@@ -18,9 +18,10 @@ import msgspec
 
 from fineinfer.data.masking import TokenMasker
 from fineinfer.data.openai_chat import ChatMessage, RowError, parse_row
-from fineinfer.data.packed import DatasetSummary, PackedWriter, file_sha256, write_summary
+from fineinfer.data.packed import DatasetSummary, PackedWriter, write_summary
 from fineinfer.data.problems import Problem, ProblemLog, ProblemReport
 from fineinfer.data.reader import read_rows
+from fineinfer.hashing import file_sha256
 from fineinfer.text.chat_template import ChatTemplateError
 from fineinfer.text.tokenizer import load_tokenizer
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from fineinfer.hashing import file_sha256
 from fineinfer.messages import (
     AdapterRejected,
     CancelJob,
@@ -333,8 +334,7 @@ class JobManager:
             parse_suffix(name, limits.base_model, "--lora-train-name")
             seed = values.pop("seed", self._settings.defaults.seed)
             parsed = parse_hyperparameters(values, limits)
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            content = file_sha256(path)
             facts = msgspec.json.encode([content, name, limits.base_model, seed, parsed], order="sorted")
             key = hashlib.sha256(facts).hexdigest()
             job = self._known_local_job(key)

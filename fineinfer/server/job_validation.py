@@ -98,10 +98,9 @@ class Validation:
         folder = self._store.job_dir(self.job_id)
         try:
             status = await self._run_child(folder)
-            if self._store.jobs.require(self.job_id).status is JobStatus.VALIDATING:
-                self._commit(folder, status)
-        except JobStateConflictError:
-            pass  # cancelled while the verdict was written
+            with contextlib.suppress(JobStateConflictError):  # cancelled while the verdict was written
+                if self._store.jobs.require(self.job_id).status is JobStatus.VALIDATING:
+                    self._commit(folder, status)
         except Exception as error:  # a job that cannot be validated fails; the others must go on
             logger.exception("validation of %s broke", self.job_id)
             self._fail("server_error", f"The file could not be prepared: {error}", None)

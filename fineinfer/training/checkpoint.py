@@ -7,7 +7,6 @@ temporary folder, write, fsync each file, rename, fsync the parent, read back an
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from fineinfer.adapters.config import AdapterError
 from fineinfer.adapters.peft_io import CONFIG_NAME, WEIGHTS_NAME, content_hash, load_adapter, save_adapter
 from fineinfer.adapters.weights import LoraWeights
+from fineinfer.hashing import file_sha256
 from fineinfer.messages import LoraSpec
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.optimizer import AdamW
@@ -170,15 +170,10 @@ def _fsync(path: Path) -> None:
 
 def _measure(folder: Path) -> dict[str, dict[str, Any]]:
     return {
-        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+        path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)}
         for path in folder.iterdir()
         if path.name != MANIFEST_NAME
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _verify(directory: Path) -> None:

@@ -5,7 +5,6 @@ Everything here is a pure function of the file, the settings and the step, so a 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fineinfer.hashing import file_sha256
 from fineinfer.messages import TrainingSettings
 from fineinfer.training.errors import TrainingError
 
@@ -67,7 +67,7 @@ class PackedDataset:
 
     def __init__(self, path: Path, sha256: str) -> None:
         try:
-            digest = _file_sha256(path)
+            digest = file_sha256(path)
             if digest != sha256:
                 raise TrainingError(f"{path.name} has SHA-256 {digest}, expected {sha256}", "dataset_changed")
             self._file = safe_open(path, framework="np")
@@ -210,8 +210,3 @@ def _splitmix64(values: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from fineinfer.data.masking import TokenMasker
 from fineinfer.data.openai_chat import parse_row
-from fineinfer.data.packed import DATASET_FILE, PackedWriter, file_sha256, read_dataset, read_summary
+from fineinfer.data.packed import DATASET_FILE, PackedWriter, read_summary
 from fineinfer.data.prepare import EXIT_BAD_FILE, PROBLEMS_FILE, PrepareSettings, prepare
 from fineinfer.data.problems import ProblemReport
+from fineinfer.hashing import file_sha256
 from fineinfer.text.chat_template import render_chat
 from fineinfer.text.tokenizer import load_tokenizer
 
@@ -132,13 +134,15 @@ def test_packed_file_round_trip(tmp_path: Path) -> None:
             writer.add(ids, mask)
         digest = writer.finish()
     assert digest == file_sha256(tmp_path / DATASET_FILE)
-    data = read_dataset(tmp_path)
-    assert (data.input_ids.dtype, data.loss_mask.dtype, data.offsets.dtype) == (np.int32, np.uint8, np.int64)
-    assert [(i.tolist(), m.tolist()) for i, m in map(data.example, range(len(data)))] == rows
+    data = load_file(tmp_path / DATASET_FILE)
+    assert {name: str(tensor.dtype) for name, tensor in data.items()} == {
+        "input_ids": "int32",
+        "loss_mask": "uint8",
+        "offsets": "int64",
+    }
+    spans = [slice(a, b) for a, b in itertools.pairwise(data["offsets"])]
+    assert [(data["input_ids"][span].tolist(), data["loss_mask"][span].tolist()) for span in spans] == rows
     assert sorted(path.name for path in tmp_path.iterdir()) == [DATASET_FILE]
-    from safetensors.numpy import load_file
-
-    assert set(load_file(tmp_path / DATASET_FILE)) == {"input_ids", "loss_mask", "offsets"}
 
 
 def settings_for(tmp_path: Path, rows: list[Any], **changes: Any) -> PrepareSettings:
