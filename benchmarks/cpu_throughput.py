@@ -10,20 +10,18 @@ activations, against the better of PEFT padded and PEFT row by row. Writes bench
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import random
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 from harness import write_csv
-from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from fineinfer.data.packed import write_dataset
 from fineinfer.engine import process
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
@@ -75,12 +73,7 @@ def train_ours(parts, rows: list[list[int]], updates: int) -> float:
     folder = Path(tempfile.mkdtemp())
     job = folder / "job"
     job.mkdir()
-    ids = np.concatenate([np.array(row) for row in rows]).astype(np.int32)
-    offsets = np.cumsum([0, *[len(row) for row in rows]]).astype(np.int64)
-    mask = np.ones(len(ids), np.uint8)
-    mask[offsets[:-1]] = 0
-    save_file({"input_ids": ids, "loss_mask": mask, "offsets": offsets}, job / "dataset.safetensors")
-    sha = hashlib.sha256((job / "dataset.safetensors").read_bytes()).hexdigest()
+    sha = write_dataset(job, [(row, [0] + [1] * (len(row) - 1)) for row in rows])
     settings = TrainingSettings(
         n_epochs=updates + 1,
         batch_size=len(rows),
@@ -108,7 +101,7 @@ def train_ours(parts, rows: list[list[int]], updates: int) -> float:
         parts.training.run_unit()
     seconds = time.perf_counter() - begin
     parts.training.cancel("bench")
-    return updates * len(ids) / seconds
+    return updates * sum(len(row) for row in rows) / seconds
 
 
 def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:

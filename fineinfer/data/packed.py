@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,6 +104,14 @@ class PackedWriter:
         if self.tokens == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype)
         return np.memmap(spool, dtype, mode="r", shape=(self.tokens,))
+
+
+def write_dataset(directory: Path, rows: Iterable[tuple[list[int], list[int]]]) -> str:
+    """Write a whole data set of (input_ids, loss_mask) rows; returns the file's SHA-256 (hex)."""
+    with PackedWriter(directory) as writer:
+        for input_ids, loss_mask in rows:
+            writer.add(input_ids, loss_mask)
+        return writer.finish()
 
 
 def write_summary(directory: Path, summary: DatasetSummary) -> None:

@@ -15,8 +15,7 @@ COMMON = """
 import json, sys, tempfile, threading, time
 from pathlib import Path
 import numpy as np, torch
-import hashlib
-from safetensors.numpy import save_file
+from fineinfer.data.packed import write_dataset
 from fineinfer.engine import process
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.memory.host import rss_anon_bytes, trim_heap
@@ -34,12 +33,8 @@ def start_job(parts, lengths, **settings):
     rng = np.random.default_rng(0)
     job = folder / "job"
     job.mkdir()
-    ids = np.concatenate([rng.integers(3, 200, n) for n in lengths]).astype(np.int32)
-    offsets = np.cumsum([0, *lengths]).astype(np.int64)
-    mask = np.ones(len(ids), np.uint8)
-    mask[offsets[:-1]] = 0
-    save_file({"input_ids": ids, "loss_mask": mask, "offsets": offsets}, job / "dataset.safetensors")
-    sha = hashlib.sha256((job / "dataset.safetensors").read_bytes()).hexdigest()
+    rows = [(rng.integers(3, 200, n).tolist(), [0] + [1] * (n - 1)) for n in lengths]
+    sha = write_dataset(job, rows)
     parts.training.start(StartJob(job_id="j", name="a", base_model="m", job_dir=str(job), adapters_dir=str(folder / "adapters"),
         dataset_sha256=sha, settings=TrainingSettings(n_epochs=1, lora=LoraSpec(r=8), **settings)))
     assert parts.training.trainer is not None

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from fineinfer.adapters.peft_io import content_hash
+from fineinfer.data.packed import write_dataset
 from fineinfer.messages import JobCheckpoint, LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.decoder import Decoder
 from fineinfer.model.loader import load_model
@@ -46,16 +46,11 @@ def start_job(folder: Path, settings: TrainingSettings = SETTINGS, seed: int = 2
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     lengths = random.integers(2, 14, 6)
-    path = folder / "dataset.safetensors"
-    tensors = {
-        "input_ids": random.integers(0, CONFIG["vocab_size"], lengths.sum(), dtype=np.int32),
-        "loss_mask": np.ones(lengths.sum(), dtype=np.uint8),
-        "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-    }
-    save_file(tensors, path)
+    rows = [(random.integers(0, CONFIG["vocab_size"], n).tolist(), [1] * int(n)) for n in lengths]
+    digest = write_dataset(folder, rows)
     return StartJob(
         job_id="job", name="lora", base_model="base", settings=settings, job_dir=str(folder),
-        adapters_dir=str(folder.parent / "adapters"), dataset_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        adapters_dir=str(folder.parent / "adapters"), dataset_sha256=digest,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.numpy import save_file
 
+from fineinfer.data.packed import write_dataset
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.loader import load_model
 from fineinfer.training.trainer import Trainer
@@ -42,16 +41,10 @@ def rows_of(lengths: list[int], vocab_size: int, seed: int) -> list[Row]:
 
 def start_job(folder: Path, rows: list[Row], settings: TrainingSettings) -> StartJob:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "dataset.safetensors"
-    tensors = {
-        "input_ids": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in rows]),
-        "loss_mask": np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in rows]),
-        "offsets": np.cumsum([0, *(len(ids) for ids, _ in rows)], dtype=np.int64),
-    }
-    save_file(tensors, path)
+    digest = write_dataset(folder, rows)
     return StartJob(
         job_id="job", name="lora", base_model="base", settings=settings, job_dir=str(folder),
-        adapters_dir=str(folder / "adapters"), dataset_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        adapters_dir=str(folder / "adapters"), dataset_sha256=digest,
     )  # fmt: skip
 
 

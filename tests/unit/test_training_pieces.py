@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
+from fineinfer.data.packed import DATASET_FILE, write_dataset
 from fineinfer.messages import TrainingSettings
 from fineinfer.training.dataset import PackedDataset, Schedule
 from fineinfer.training.errors import TrainingError
@@ -22,14 +23,7 @@ DEVICE = torch.device("cpu")
 
 
 def dataset_of(folder: Path, rows: list[tuple[list[int], list[int]]]) -> PackedDataset:
-    path = folder / "dataset.safetensors"
-    tensors = {
-        "input_ids": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in rows]),
-        "loss_mask": np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in rows]),
-        "offsets": np.cumsum([0, *(len(ids) for ids, _ in rows)], dtype=np.int64),
-    }
-    save_file(tensors, path)
-    return PackedDataset(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    return PackedDataset(folder / DATASET_FILE, write_dataset(folder, rows))
 
 
 def lengths_dataset(folder: Path, lengths: list[int]) -> PackedDataset:

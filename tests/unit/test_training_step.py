@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import weakref
 from collections import Counter
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
+from fineinfer.data.packed import write_dataset
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.decoder import Decoder
 from fineinfer.model.loader import base_weights_hash, load_model
@@ -43,16 +42,13 @@ def start_job(folder: Path, settings: TrainingSettings, num_rows: int = 7) -> St
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(2)
     lengths = random.integers(2, 20, num_rows)
-    path = folder / "dataset.safetensors"
-    tensors = {
-        "input_ids": random.integers(0, CONFIG["vocab_size"], lengths.sum(), dtype=np.int32),
-        "loss_mask": np.concatenate([np.arange(n) >= n // 3 for n in lengths]).astype(np.uint8),
-        "offsets": np.cumsum([0, *lengths], dtype=np.int64),
-    }
-    save_file(tensors, path)
+    rows = [
+        (random.integers(0, CONFIG["vocab_size"], n).tolist(), [int(t >= n // 3) for t in range(n)]) for n in lengths
+    ]
+    digest = write_dataset(folder, rows)
     return StartJob(
         job_id="job", name="lora", base_model="base", settings=settings, job_dir=str(folder),
-        adapters_dir=str(folder / "adapters"), dataset_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        adapters_dir=str(folder / "adapters"), dataset_sha256=digest,
     )  # fmt: skip
 
 
