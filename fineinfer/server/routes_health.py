@@ -14,16 +14,19 @@ router = APIRouter()
 
 
 @router.get("/health")
-async def health(request: Request) -> Response:
-    """200 only if the engine answers and gets on with its work; this process alone proves nothing."""
+async def health(request: Request) -> dict[str, str]:
+    """200 only if the engine answers and gets on with its work; this process alone proves nothing.
+
+    The body is JSON, not empty as in vLLM: probes look at the status, and clients that parse every answer can.
+    """
     reason = services(request).engine.unavailable_reason()
     if reason is not None:
         raise engine_unavailable(reason)
-    return Response(status_code=200)
+    return {"status": "ok"}
 
 
 @router.api_route("/ping", methods=["GET", "POST"])
-async def ping(request: Request) -> Response:
+async def ping(request: Request) -> dict[str, str]:
     """The same as /health."""
     return await health(request)
 
