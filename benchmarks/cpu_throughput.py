@@ -10,8 +10,11 @@ activations, against the better of PEFT padded and PEFT row by row. Writes bench
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -134,43 +137,63 @@ def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:
     return speeds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=2)
-    args = parser.parse_args()
-    begin = time.perf_counter()
-    path, rng = converted_gguf(embedded_gguf()), random.Random(3)
-    requests = [([rng.randint(5, 40000) for _ in range(rng.randint(8, 256))], rng.randint(16, 128)) for _ in range(32)]
-    rows = [[rng.randint(5, 40000) for _ in range(n)] for n in (103, 151, 188, 247)]
+def peers(path: Path, requests, rows, updates: int) -> dict[str, object]:
+    """transformers and PEFT; run in a process of their own, with malloc as their users have it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return {"serving": serve_transformers(model, requests), "training": train_peft(model, rows, updates)}
+
+
+def ours(path: Path, requests, rows, updates: int) -> dict[str, object]:
+    """The engine's scheduler, runner and trainer."""
     address = f"ipc://{tempfile.mkdtemp()}/engine"
     settings = EngineSettings(model=str(path), base_model="m", engine_address=address, dtype="float32", device="cpu")
     parts = process.build_engine(settings, b"t" * 32)._parts
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
+    serve_ours(parts, [(prompt[:16], 4) for prompt, _ in requests[:4]])  # warm-up
+    return {"serving": serve_ours(parts, requests), "training": train_ours(parts, rows, updates)}
+
+
+def in_own_process(side: str, updates: int) -> dict[str, object]:
+    command = [sys.executable, __file__, "--side", side, "--updates", str(updates)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise SystemExit(result.stderr[-2000:])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--side", choices=("ours", "peers"), help="measure one side and print JSON")
+    args = parser.parse_args()
+    path, rng = converted_gguf(embedded_gguf()), random.Random(3)
+    requests = [([rng.randint(5, 40000) for _ in range(rng.randint(8, 256))], rng.randint(16, 128)) for _ in range(32)]
+    rows = [[rng.randint(5, 40000) for _ in range(n)] for n in (103, 151, 188, 247)]
+    if args.side is not None:
+        print(json.dumps({"ours": ours, "peers": peers}[args.side](path, requests, rows, args.updates)))
+        return
     psutil.cpu_percent(None)
-    serve_ours(parts, [(p[:16], 4) for p, _ in requests[:4]])
-    mine, theirs = serve_ours(parts, requests), serve_transformers(model, requests)
-    table = []
-    for case, a, b in (
-        ("serving", mine[0] + mine[1], theirs[0] + theirs[1]),
-        ("prefill", mine[0], theirs[0]),
-        ("decode", mine[1], theirs[1]),
-    ):
-        table.append({"case": case, "ours_tok_s": mine[2] / a, "peer": "generate, padded", "peer_tok_s": theirs[2] / b})
-    ours = train_ours(parts, rows, args.updates)
-    speeds = train_peft(model, rows, args.updates)
-    best = max(speeds, key=lambda name: speeds[name])
-    table.append({"case": "training", "ours_tok_s": ours, "peer": f"PEFT {best}", "peer_tok_s": speeds[best]})
-    busy = psutil.cpu_percent(None)  # of all cores since the start
-    for row in table:
-        row["ratio"] = row["ours_tok_s"] / row["peer_tok_s"]
-        print(
-            f"{row['case']:9s} ours {row['ours_tok_s']:.1f}  {row['peer']} {row['peer_tok_s']:.1f}  x{row['ratio']:.2f}"
+    begin, begin_cpu = time.perf_counter(), sum(os.times()[:4])
+    engine, theirs = in_own_process("ours", args.updates), in_own_process("peers", args.updates)
+    wall, busy = time.perf_counter() - begin, psutil.cpu_percent(None) / 100
+    others = max(0.0, busy - (sum(os.times()[:4]) - begin_cpu) / (wall * (os.cpu_count() or 1)))
+    (prefill, decode, tokens), (peer_prefill, peer_decode, _) = engine["serving"], theirs["serving"]
+    table = [
+        {"case": case, "ours_tok_s": tokens / a, "peer": "generate, padded", "peer_tok_s": tokens / b}
+        for case, a, b in (
+            ("serving", prefill + decode, peer_prefill + peer_decode),
+            ("prefill", prefill, peer_prefill),
+            ("decode", decode, peer_decode),
         )
-    others = max(0.0, busy / 100 - time.process_time() / ((time.perf_counter() - begin) * (os.cpu_count() or 1)))
-    print(f"CPU share of other processes meanwhile: {100 * others:.0f} %")
+    ]
+    best = max(theirs["training"], key=theirs["training"].get)
+    speed = theirs["training"][best]
+    table.append({"case": "training", "ours_tok_s": engine["training"], "peer": f"PEFT {best}", "peer_tok_s": speed})
     for row in table:
-        row["cpu_share_of_others"] = others
+        row |= {"ratio": row["ours_tok_s"] / row["peer_tok_s"], "cpu_share_of_others": others}
+        peer = f"{row['peer']} {row['peer_tok_s']:.1f}"
+        print(f"{row['case']:9s} ours {row['ours_tok_s']:.1f} tok/s  {peer} tok/s  x{row['ratio']:.2f}")
+    print(f"CPU share of other processes meanwhile: {100 * others:.0f} %")
     write_csv(RESULTS, table)
 
 

@@ -30,11 +30,12 @@ def trim_heap() -> bool:
     return True
 
 
-def set_malloc_thresholds(mmap_threshold_bytes: int = 1 << 20, trim_threshold_bytes: int = 4 << 20) -> bool:
-    """Make freed blocks of ``mmap_threshold_bytes`` and more leave the process at once (glibc ``mallopt``).
+def set_malloc_thresholds(mmap_threshold_bytes: int = 32 << 20, trim_threshold_bytes: int = 1 << 30) -> bool:
+    """Fix which freed blocks leave the process at once (glibc ``mallopt``) and keep the rest in the heap for reuse.
 
-    Without it glibc raises its threshold to the largest block freed so far (up to 32 MiB), so freed activations stay in
-    the heap and RSS does not fall. Call it once, early; later blocks follow it. Returns False where glibc is not.
+    With 1 MiB every temporary of a training step was mapped and zeroed anew: 104 tok/s against 142 with 32 MiB, glibc's
+    maximum (embedded model, 2 cores). What stays in the heap leaves with ``trim_heap``, which whoever gives memory
+    back must call. Call this once, early; later blocks follow it. Returns False where glibc is not.
     """
     mallopt = _glibc_function("mallopt")
     if mallopt is None:
