@@ -21,39 +21,55 @@ from pathlib import Path
 
 import psutil
 import torch
+import zmq
 from harness import write_csv
 from transformers import AutoModelForCausalLM
 
 from fineinfer.data.packed import write_dataset
 from fineinfer.engine import process
+from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.settings import EngineSettings
-from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
+from fineinfer.ipc import Codec
+from fineinfer.messages import AddRequest, FromEngine, LoraSpec, StartJob, ToEngine, TrainingSettings
 from fineinfer.model.gguf import converted_gguf, embedded_gguf
-from fineinfer.request import FinishReason, SamplingParams
-from fineinfer.scheduler.sequence import Sequence
+from fineinfer.request import SamplingParams
 
 RESULTS = Path(__file__).parent / "results" / "cpu_throughput.csv"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def serve_ours(parts, requests) -> tuple[float, float, float]:
-    """(prefill seconds, decode seconds, tokens) through the scheduler and the runner of the engine."""
+class Client:
+    """Talks to an engine loop of this process over its own socket, as an api worker would."""
+
+    def __init__(self, address: str, token: bytes) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(address)
+        self._token = token
+        self._codec = Codec(FromEngine)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue one message for the engine."""
+        self._socket.send_multipart([self._token, self._codec.encode(message)])
+
+
+def serve_ours(loop: EngineLoop, client: Client, requests) -> tuple[float, float, float]:
+    """(prefill seconds, decode seconds, tokens): turns of the loop with prompt rows left, and the others."""
     for i, (prompt, num_new) in enumerate(requests):
         sampling = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-        parts.scheduler.add(Sequence(f"r{i}", b"x", prompt, sampling, len(prompt) + num_new, time.monotonic()))
+        client.send(
+            AddRequest(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling, arrival_s=time.monotonic())
+        )
+    opened = loop.parts.desk.open
+    while len(opened) < len(requests):  # all at once: none runs before the last has arrived
+        loop.parts.inbox.wait(0.01)
+        loop.parts.inbox.drain()
     prefill = decode = 0.0
-    while not parts.scheduler.is_idle():
+    while opened:
+        prefilling = any(sequence.num_computed < len(sequence.prompt) for sequence in opened.values())
         begin = time.perf_counter()
-        plan = parts.scheduler.plan(time.monotonic(), parts.training.state(time.monotonic()))
-        for result in parts.runner.run(plan.chunks):
-            parts.scheduler.commit(result.chunk, result.token_id)
-            if result.token_id is not None and result.chunk.sequence.max_output_left <= 0:
-                parts.scheduler.finish(result.chunk.sequence, FinishReason.LENGTH)
+        loop.step()
         seconds = time.perf_counter() - begin
-        if plan.num_rows > len(plan.chunks):
-            prefill += seconds
-        else:
-            decode += seconds
+        prefill, decode = (prefill + seconds, decode) if prefilling else (prefill, decode + seconds)
     return prefill, decode, sum(num_new for _, num_new in requests)
 
 
@@ -72,7 +88,8 @@ def serve_transformers(model, requests) -> tuple[float, float, float]:
     return prefill, total - prefill, sum(n for _, n in requests)
 
 
-def train_ours(parts, rows: list[list[int]], updates: int) -> float:
+def train_ours(loop: EngineLoop, client: Client, rows: list[list[int]], updates: int) -> float:
+    """Tokens per second over whole updates, the first one left out."""
     folder = Path(tempfile.mkdtemp())
     job = folder / "job"
     job.mkdir()
@@ -85,7 +102,7 @@ def train_ours(parts, rows: list[list[int]], updates: int) -> float:
         recompute="never",
         save_steps=10**6,
     )
-    parts.training.start(
+    client.send(
         StartJob(
             job_id="bench",
             name="bench",
@@ -96,15 +113,13 @@ def train_ours(parts, rows: list[list[int]], updates: int) -> float:
             settings=settings,
         )
     )
-    trainer = parts.training.trainer
-    while trainer.step < 1:
-        parts.training.run_unit()
-    begin = time.perf_counter()
+    training = loop.parts.training
+    while training.trainer is None or training.trainer.step < 1:
+        loop.step()
+    trainer, begin = training.trainer, time.perf_counter()
     while trainer.step < updates + 1:
-        parts.training.run_unit()
-    seconds = time.perf_counter() - begin
-    parts.training.cancel("bench")
-    return updates * sum(len(row) for row in rows) / seconds
+        loop.step()
+    return updates * sum(len(row) for row in rows) / (time.perf_counter() - begin)
 
 
 def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:
@@ -145,12 +160,12 @@ def peers(path: Path, requests, rows, updates: int) -> dict[str, object]:
 
 
 def ours(path: Path, requests, rows, updates: int) -> dict[str, object]:
-    """The engine's scheduler, runner and trainer."""
-    address = f"ipc://{tempfile.mkdtemp()}/engine"
+    """The loop of `fineinfer serve --dtype float32 --device cpu`, driven turn by turn in this process."""
+    address, token = f"ipc://{tempfile.mkdtemp()}/engine", b"t" * 32
     settings = EngineSettings(model=str(path), base_model="m", engine_address=address, dtype="float32", device="cpu")
-    parts = process.build_engine(settings, b"t" * 32)._parts
-    serve_ours(parts, [(prompt[:16], 4) for prompt, _ in requests[:4]])  # warm-up
-    return {"serving": serve_ours(parts, requests), "training": train_ours(parts, rows, updates)}
+    loop, client = process.build_engine(settings, token), Client(address, token)
+    serve_ours(loop, client, [(prompt[:16], 4) for prompt, _ in requests[:4]])  # warm-up
+    return {"serving": serve_ours(loop, client, requests), "training": train_ours(loop, client, rows, updates)}
 
 
 def in_own_process(side: str, updates: int) -> dict[str, object]:

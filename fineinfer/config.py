@@ -348,9 +348,10 @@ def _check(config: Config) -> None:
 
 
 def _lookup(name: str, kind: str) -> Setting:
-    setting = SETTINGS.get(name)
+    setting = SETTINGS.get(name.replace("-", "_"))
     if setting is None:
-        close = difflib.get_close_matches(name, SETTINGS, n=1)
+        known = [key.replace("_", "-") if "-" in name else key for key in SETTINGS]  # in the user's spelling
+        close = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(f"unknown {kind} '{name}'" + (f" (did you mean '{close[0]}'?)" if close else ""))
     return setting
 
@@ -379,7 +380,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     values = {}
     for key, raw in document.items():
         try:
-            setting = _lookup(str(key).replace("-", "_"), "key")
+            setting = _lookup(str(key), "key")
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         if raw is not None:

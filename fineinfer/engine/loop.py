@@ -60,10 +60,14 @@ class EngineLoop:
     Args:
         parts: What it drives.
         eos_token_ids: The model's end tokens.
+
+    Attributes:
+        parts: As given; for tests and benchmarks that drive the loop turn by turn.
+        stopped: Drained; the process may end.
     """
 
     def __init__(self, parts: EngineParts, eos_token_ids: tuple[int, ...]) -> None:
-        self._parts = parts
+        self.parts = parts
         self._eos = frozenset(eos_token_ids)
         self._drain_until_s: float | None = None
         self._stats_at_s = 0.0
@@ -73,7 +77,7 @@ class EngineLoop:
         """Step until drained."""
         while not self.stopped:
             if not self.step():
-                self._parts.inbox.wait(IDLE_WAIT_S)
+                self.parts.inbox.wait(IDLE_WAIT_S)
 
     def step(self) -> bool:
         """One turn.
@@ -81,22 +85,22 @@ class EngineLoop:
         Returns:
             False if there was nothing to do.
         """
-        self._handle(self._parts.inbox.drain())
-        plan = self._parts.scheduler.plan(now_s(), self._parts.training.state(now_s()))
+        self._handle(self.parts.inbox.drain())
+        plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
         worked = self._run_inference(plan)
         waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
         if plan.train or (waits_for_training and not worked):
-            worked = self._parts.training.run_unit() or worked
-            self._parts.counters.training_units += 1
+            worked = self.parts.training.run_unit() or worked
+            self.parts.counters.training_units += 1
         self._finish_turn()
         return worked
 
     def _finish_turn(self) -> None:
-        self._parts.outbox.flush()
+        self.parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
-            self._parts.outbox.broadcast_stats()
-        if self._drain_until_s is not None and (self._parts.scheduler.is_idle() or now_s() > self._drain_until_s):
+            self.parts.outbox.broadcast_stats()
+        if self._drain_until_s is not None and (self.parts.scheduler.is_idle() or now_s() > self._drain_until_s):
             self._stop()
 
     # ------------------------------------------------------------ inference
@@ -106,12 +110,12 @@ class EngineLoop:
             return False
         started_s = time.perf_counter()
         try:
-            results = self._parts.runner.run(plan.chunks)
+            results = self.parts.runner.run(plan.chunks)
         except Exception:
             logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
             results = self._run_one_by_one(plan.chunks)
         kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
-        self._parts.latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
+        self.parts.latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
         for result in results:
             self._commit(result)
         return True
@@ -121,7 +125,7 @@ class EngineLoop:
         results: list[ChunkResult] = []
         for chunk in chunks:
             try:
-                results.extend(self._parts.runner.run((chunk,)))
+                results.extend(self.parts.runner.run((chunk,)))
             except Exception as error:
                 logger.warning("request %s failed: %s", chunk.sequence.request_id, error)
                 results.append(ChunkResult(chunk, None, failed=True))
@@ -131,17 +135,17 @@ class EngineLoop:
         """Record what a chunk produced, send its token, end the request if it is done."""
         sequence, first = result.chunk.sequence, not result.chunk.sequence.output
         if result.failed:
-            self._parts.desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
+            self.parts.desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
             return
-        self._parts.scheduler.commit(result.chunk, result.token_id)
+        self.parts.scheduler.commit(result.chunk, result.token_id)
         if sequence.num_preemptions == 0:
             stop = min(result.chunk.start + result.chunk.length, len(sequence.prompt))
-            self._parts.counters.prompt_tokens += max(0, stop - result.chunk.start)
+            self.parts.counters.prompt_tokens += max(0, stop - result.chunk.start)
         if result.token_id is None:
             return
-        self._parts.counters.generation_tokens += 1
+        self.parts.counters.generation_tokens += 1
         reason, stop_token_id = self._end_of(sequence, result.token_id)
-        self._parts.outbox.put(
+        self.parts.outbox.put(
             sequence.peer,
             RequestOutput(
                 request_id=sequence.request_id,
@@ -156,7 +160,7 @@ class EngineLoop:
             ),
         )
         if reason is not None:
-            self._parts.desk.release(sequence, reason)
+            self.parts.desk.release(sequence, reason)
 
     def _end_of(self, sequence: Sequence, token_id: int) -> tuple[FinishReason | None, int | None]:
         if len(sequence.output) >= sequence.sampling.min_tokens:
@@ -167,12 +171,12 @@ class EngineLoop:
         return (FinishReason.LENGTH, None) if sequence.max_output_left <= 0 else (None, None)
 
     def _make_room(self, plan: StepPlan) -> bool:
-        dropped_before = self._parts.ladder.num_dropped_layers
-        enough = self._parts.ladder.make_room(plan.slots_wanted, self._parts.training.trainer, now_s())
-        dropped = self._parts.ladder.num_dropped_layers - dropped_before
+        dropped_before = self.parts.ladder.num_dropped_layers
+        enough = self.parts.ladder.make_room(plan.slots_wanted, self.parts.training.trainer, now_s())
+        dropped = self.parts.ladder.num_dropped_layers - dropped_before
         if dropped:
             message = f"gave the activations of {dropped} layers to waiting requests; they are recomputed"
-            self._parts.training.note("info", message, layers=dropped)
+            self.parts.training.note("info", message, layers=dropped)
         return enough
 
     # ------------------------------------------------------------ everything else
@@ -181,33 +185,33 @@ class EngineLoop:
         for _, message in messages:
             if isinstance(message, StartJob):
                 if self._drain_until_s is None:
-                    self._parts.training.start(message)
+                    self.parts.training.start(message)
             elif isinstance(message, CancelJob):
-                self._parts.training.cancel(message.job_id)
+                self.parts.training.cancel(message.job_id)
             elif isinstance(message, SetAdapter):
                 self._set_adapter(message)
             elif isinstance(message, RemoveAdapter):
-                self._parts.adapters.remove(message.name)
+                self.parts.adapters.remove(message.name)
             elif isinstance(message, ResizeKV):
-                self._parts.ladder.resize_kv(message.num_slots)
+                self.parts.ladder.resize_kv(message.num_slots)
             elif isinstance(message, Drain):
-                self._parts.desk.draining = True
+                self.parts.desk.draining = True
                 self._drain_until_s = now_s() + message.timeout_s
-                self._parts.training.park()
+                self.parts.training.park()
 
     def _set_adapter(self, message: SetAdapter) -> None:
         try:
-            self._parts.adapters.register(
+            self.parts.adapters.register(
                 message.name, message.step, message.version, Path(message.directory), current=message.current
             )
         except Exception as error:
             logger.warning("adapter %s@%d rejected: %s", message.name, message.step, error)
-            self._parts.outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
+            self.parts.outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
 
     def _stop(self) -> None:
         """Requests that did not finish in time get their terminal message, then the process may exit."""
-        for sequence in list(self._parts.desk.open.values()):
-            self._parts.desk.end(sequence, FinishReason.ERROR, "engine_overloaded", "The server is shutting down.")
-        self._parts.outbox.notify(Drained())
-        self._parts.outbox.flush()
+        for sequence in list(self.parts.desk.open.values()):
+            self.parts.desk.end(sequence, FinishReason.ERROR, "engine_overloaded", "The server is shutting down.")
+        self.parts.outbox.notify(Drained())
+        self.parts.outbox.flush()
         self.stopped = True

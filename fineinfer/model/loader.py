@@ -76,6 +76,7 @@ def load_model(
         _fill_with_noise(decoder, seed)
     else:
         checkpoint.fill(decoder)
+    decoder.eval()
     return LoadedModel(decoder, spec, path, EMBEDDED_NAME if source is None else _short_name(source))
 
 

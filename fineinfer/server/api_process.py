@@ -36,7 +36,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         num_text_threads: Threads that tokenise.
         shutdown_timeout_s: How long running answers may go on after SIGTERM (which comes after the engine has drained);
             then they end with an error.
-        log_level: Python's name of a log level.
+        log_level: Python's name of a log level, for FineInfer's own lines.
     """
 
     worker_index: int = 0
@@ -62,7 +62,8 @@ def main() -> int:
     die_with_parent(parent_pid)
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ApiSettings)
     token = bytes.fromhex(os.environ.pop(TOKEN_VARIABLE))  # not for grandchildren
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fineinfer").setLevel(settings.log_level.upper())  # others' notes are not the user's business
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads of our own
     # uvicorn raises the signal again when it is done; before it runs there is nothing to drain
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

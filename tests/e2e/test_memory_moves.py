@@ -19,6 +19,7 @@ from fineinfer.data.packed import write_dataset
 from fineinfer.engine import process
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.memory.host import rss_anon_bytes, trim_heap
+from fineinfer.model.loader import base_weights_hash
 from fineinfer.messages import StartJob, TrainingSettings, LoraSpec
 
 folder = Path(tempfile.mkdtemp())
@@ -27,7 +28,7 @@ def engine(model, **settings):
     address = f"ipc://{folder}/engine"
     return process.build_engine(
         EngineSettings(model=model, base_model="m", engine_address=address, dtype="float32", device="cpu", **settings), b"t" * 32
-    )._parts
+    ).parts
 
 def start_job(parts, lengths, **settings):
     rng = np.random.default_rng(0)
@@ -46,6 +47,7 @@ LADDER = (
 parts = engine(sys.argv[1], kv_cache_memory_bytes=192 << 20, max_num_seqs=96, max_loras=1, max_lora_rank=8)
 ladder, kv, training = parts.ladder, parts.scheduler._kv, parts.training
 governor, pool = ladder._governor, kv.pool
+base_hash = base_weights_hash(training._decoder)
 for layer in range(8):
     pool.layer(layer)[: kv.num_slots].fill_(1.0)
 start_job(parts, [2048], batch_size=1, gradient_accumulation_steps=1, micro_batch_tokens=2048)
@@ -92,6 +94,7 @@ use()
 move("pool shrinks again", lambda: governor.leased("kv"), lambda: ladder.resize_kv(slots // 2))
 move("pool grows back", lambda: governor.leased("kv"), grow_and_use)
 assert kv.num_slots == slots
+assert base_weights_hash(training._decoder) == base_hash
 print(json.dumps(moves))
 """
 )
