@@ -69,7 +69,7 @@ def test_yaml_keys_may_be_spelled_as_flags(tmp_path: Path, key: str) -> None:
 
 
 def test_unknown_yaml_key_names_a_close_match(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.yaml: unknown key 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"):
+    with pytest.raises(ConfigError, match=r"config.yaml: unknown key 'max-num-seq' \(did you mean 'max-num-seqs'\?\)"):
         load_config(config_file=write(tmp_path, "max-num-seq: 3"))
 
 
