@@ -4,20 +4,21 @@
 
 Serving: 32 requests at once, prompts of 8 to 256 tokens, each its own max_tokens of 16 to 128, against `generate` on
 the padded batch (which runs until the longest has ended); useful tokens per second. Training: 4 ragged rows, kept
-activations, against the better of PEFT padded and PEFT row by row. Writes benchmarks/results/cpu_throughput.csv.
+activations, against the better of PEFT padded and PEFT row by row. Both sides take turns in one process (a machine's
+speed drifts by tens of percent within minutes), with the engine's malloc settings, which help both. Writes
+benchmarks/results/cpu_throughput.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import psutil
 import torch
@@ -88,14 +89,14 @@ def serve_transformers(model, requests) -> tuple[float, float, float]:
     return prefill, total - prefill, sum(n for _, n in requests)
 
 
-def train_ours(loop: EngineLoop, client: Client, rows: list[list[int]], updates: int) -> float:
-    """Tokens per second over whole updates, the first one left out."""
+def start_job(loop: EngineLoop, client: Client, rows: list[list[int]], updates: int) -> Callable[[], None]:
+    """Start a job whose every update is these rows; returns a function that runs the loop for one update."""
     folder = Path(tempfile.mkdtemp())
     job = folder / "job"
     job.mkdir()
     sha = write_dataset(job, [(row, [0] + [1] * (len(row) - 1)) for row in rows])
     settings = TrainingSettings(
-        n_epochs=updates + 1,
+        n_epochs=updates + 2,
         batch_size=len(rows),
         gradient_accumulation_steps=1,
         lora=LoraSpec(r=16),
@@ -114,15 +115,20 @@ def train_ours(loop: EngineLoop, client: Client, rows: list[list[int]], updates:
         )
     )
     training = loop.parts.training
-    while training.trainer is None or training.trainer.step < 1:
+    while training.trainer is None:
         loop.step()
-    trainer, begin = training.trainer, time.perf_counter()
-    while trainer.step < updates + 1:
-        loop.step()
-    return updates * sum(len(row) for row in rows) / (time.perf_counter() - begin)
+    trainer = training.trainer
+
+    def one_update() -> None:
+        done = trainer.step
+        while trainer.step == done:
+            loop.step()
+
+    return one_update
 
 
-def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:
+def peft_steps(model, rows: list[list[int]]) -> dict[str, Callable[[], None]]:
+    """One optimizer update in each of PEFT's two ways."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM"))
@@ -132,80 +138,94 @@ def train_peft(model, rows: list[list[int]], updates: int) -> dict[str, float]:
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     labels = ids.masked_fill(mask == 0, -100)
 
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
     def padded() -> None:
         model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        step()
 
     def row_by_row() -> None:
         for row in rows:
             tensor = torch.tensor([row])
             (model(input_ids=tensor, labels=tensor).loss * len(row)).backward()
+        step()
 
-    speeds = {}
-    for name, step in (("padded", padded), ("row by row", row_by_row)):
-        for count in (1, updates):
-            begin = time.perf_counter()
-            for _ in range(count):
-                step()
-                optimizer.step()
-                optimizer.zero_grad()
-            speeds[name] = count * sum(len(row) for row in rows) / (time.perf_counter() - begin)
-    return speeds
+    return {"padded": padded, "row by row": row_by_row}
 
 
-def peers(path: Path, requests, rows, updates: int) -> dict[str, object]:
-    """transformers and PEFT; run in a process of their own, with malloc as their users have it."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
-    return {"serving": serve_transformers(model, requests), "training": train_peft(model, rows, updates)}
+def seconds(call: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
-def ours(path: Path, requests, rows, updates: int) -> dict[str, object]:
-    """The loop of `fineinfer serve --dtype float32 --device cpu`, driven turn by turn in this process."""
-    address, token = f"ipc://{tempfile.mkdtemp()}/engine", b"t" * 32
-    settings = EngineSettings(model=str(path), base_model="m", engine_address=address, dtype="float32", device="cpu")
-    loop, client = process.build_engine(settings, token), Client(address, token)
-    serve_ours(loop, client, [(prompt[:16], 4) for prompt, _ in requests[:4]])  # warm-up
-    return {"serving": serve_ours(loop, client, requests), "training": train_ours(loop, client, rows, updates)}
+def compare_serving(loop: EngineLoop, client: Client, model, requests, rounds: int) -> list[dict[str, object]]:
+    """Whole, prefill and decode, each the median over rounds in which both sides take turns."""
+    ours, theirs = [], []
+    for _ in range(rounds):
+        ours.append(serve_ours(loop, client, requests))
+        theirs.append(serve_transformers(model, requests))
+    tokens, table = ours[0][2], []
+    for case, pick in (("serving", lambda t: t[0] + t[1]), ("prefill", lambda t: t[0]), ("decode", lambda t: t[1])):
+        a, b = median(pick(t) for t in ours), median(pick(t) for t in theirs)
+        table.append(
+            {
+                "case": case,
+                "ours_tok_s": tokens / a,
+                "peer": "generate, padded",
+                "peer_tok_s": tokens / b,
+                "ratio": b / a,
+            }
+        )
+    return table
 
 
-def in_own_process(side: str, updates: int) -> dict[str, object]:
-    command = [sys.executable, __file__, "--side", side, "--updates", str(updates)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise SystemExit(result.stderr[-2000:])
-    return json.loads(result.stdout.splitlines()[-1])
+def compare_training(loop: EngineLoop, client: Client, model, rows, rounds: int) -> dict[str, object]:
+    """Updates of ours and of PEFT's two ways in turn; against the faster of the two."""
+    update, peft = start_job(loop, client, rows, rounds), peft_steps(model, rows)
+    for warm_up in (update, *peft.values()):
+        warm_up()
+    times: dict[str, list[float]] = {name: [] for name in ("ours", *peft)}
+    for _ in range(rounds):
+        times["ours"].append(seconds(update))
+        for name, call in peft.items():
+            times[name].append(seconds(call))
+    medians = {name: median(values) for name, values in times.items()}
+    best, tokens = min(peft, key=lambda name: medians[name]), sum(len(row) for row in rows)
+    return {
+        "case": "training",
+        "ours_tok_s": tokens / medians["ours"],
+        "peer": f"PEFT {best}",
+        "peer_tok_s": tokens / medians[best],
+        "ratio": medians[best] / medians["ours"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=3)
-    parser.add_argument("--side", choices=("ours", "peers"), help="measure one side and print JSON")
+    parser.add_argument("--rounds", type=int, default=5, help="training updates of each side")
+    parser.add_argument("--serving-rounds", type=int, default=2)
     args = parser.parse_args()
     path, rng = converted_gguf(embedded_gguf()), random.Random(3)
     requests = [([rng.randint(5, 40000) for _ in range(rng.randint(8, 256))], rng.randint(16, 128)) for _ in range(32)]
     rows = [[rng.randint(5, 40000) for _ in range(n)] for n in (103, 151, 188, 247)]
-    if args.side is not None:
-        print(json.dumps({"ours": ours, "peers": peers}[args.side](path, requests, rows, args.updates)))
-        return
+    address, token = f"ipc://{tempfile.mkdtemp()}/engine", b"t" * 32
+    settings = EngineSettings(model=str(path), base_model="m", engine_address=address, dtype="float32", device="cpu")
+    loop, client = process.build_engine(settings, token), Client(address, token)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    serve_ours(loop, client, [(prompt[:16], 4) for prompt, _ in requests[:4]])  # warm-up
     psutil.cpu_percent(None)
-    begin, begin_cpu = time.perf_counter(), sum(os.times()[:4])
-    engine, theirs = in_own_process("ours", args.updates), in_own_process("peers", args.updates)
-    wall, busy = time.perf_counter() - begin, psutil.cpu_percent(None) / 100
-    others = max(0.0, busy - (sum(os.times()[:4]) - begin_cpu) / (wall * (os.cpu_count() or 1)))
-    (prefill, decode, tokens), (peer_prefill, peer_decode, _) = engine["serving"], theirs["serving"]
-    table = [
-        {"case": case, "ours_tok_s": tokens / a, "peer": "generate, padded", "peer_tok_s": tokens / b}
-        for case, a, b in (
-            ("serving", prefill + decode, peer_prefill + peer_decode),
-            ("prefill", prefill, peer_prefill),
-            ("decode", decode, peer_decode),
-        )
-    ]
-    best = max(theirs["training"], key=theirs["training"].get)
-    speed = theirs["training"][best]
-    table.append({"case": "training", "ours_tok_s": engine["training"], "peer": f"PEFT {best}", "peer_tok_s": speed})
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    table = compare_serving(loop, client, model, requests, args.serving_rounds)
+    table.append(compare_training(loop, client, model, rows, args.rounds))
+    own = (time.process_time() - begin_cpu) / ((time.perf_counter() - begin) * (os.cpu_count() or 1))
+    others = max(0.0, psutil.cpu_percent(None) / 100 - own)
     for row in table:
-        row |= {"ratio": row["ours_tok_s"] / row["peer_tok_s"], "cpu_share_of_others": others}
+        row["cpu_share_of_others"] = others
         peer = f"{row['peer']} {row['peer_tok_s']:.1f}"
         print(f"{row['case']:9s} ours {row['ours_tok_s']:.1f} tok/s  {peer} tok/s  x{row['ratio']:.2f}")
     print(f"CPU share of other processes meanwhile: {100 * others:.0f} %")

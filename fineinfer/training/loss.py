@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fineinfer.kernels.linear import head_linear
 from fineinfer.model.decoder import Decoder
 
 
@@ -42,7 +43,7 @@ def head_chunk(decoder: Decoder, rows: torch.Tensor, target_ids: torch.Tensor, s
         normed = decoder.final_norm(leaf)
     with torch.no_grad():
         weight = decoder.head_weight  # [vocab, hidden]
-        logits = F.linear(normed.detach(), weight)
+        logits = head_linear(normed.detach(), weight)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         picked = target_ids[:, None]
         num_correct = (wide.gather(1, picked) == wide.amax(dim=-1, keepdim=True)).sum()  # argmax takes 5 x as long
