@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -19,7 +20,9 @@ from pathlib import Path
 
 import httpx
 import openai
-from harness import make_shape_folder, percentile, read_lengths, running_server, write_csv, write_rows
+from harness import make_shape_folder, percentile, read_lengths, write_csv, write_rows
+
+from fineinfer.cli.local_server import local_server
 
 DRAIN_S = 20.0  # requests that have not ended this long after the last arrival are cancelled and counted
 JOB = {  # four rows of about 1,000 tokens are one micro-batch and one update; no checkpoint while measuring
@@ -137,10 +140,13 @@ def main() -> None:
     rows = Path(tempfile.mkdtemp()) / "rows.jsonl"
     write_rows(rows, 512, args.row_words)
     lengths = read_lengths(args.lengths)
-    env = {} if args.profile is None else {"FINEINFER_ENGINE_PROFILE": str(args.profile.absolute())}
+    if args.profile is not None:
+        os.environ["FINEINFER_ENGINE_PROFILE"] = str(args.profile.absolute())
     command = " ".join(["fineinfer serve", *flags[1:]])
     table: list[dict[str, object]] = []
-    with running_server(flags, env) as url:
+    with local_server(*flags) as server:
+        server.wait_until_ready(300, lambda line: None)
+        url = server.url
         asyncio.run(poisson(url, [(64, 8)], args.rate[0], 2))  # warm-up
         for rate in args.rate:
             measured = asyncio.run(poisson(url, lengths, rate, min(20.0, args.seconds)))

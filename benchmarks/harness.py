@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
 import platform
 import random
 import shutil
-import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-
-import httpx
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,37 +60,6 @@ def read_lengths(path: Path) -> list[tuple[int, int]]:
     """(prompt, output) token counts of a lengths CSV."""
     with path.open() as file:
         return [(int(a), int(b)) for a, b in list(csv.reader(file))[1:]]
-
-
-@contextlib.contextmanager
-def running_server(flags: Sequence[str], env: dict[str, str] | None = None) -> Iterator[str]:
-    """`fineinfer serve` with these flags in a state directory of its own; yields its URL, stops it at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    state = tempfile.mkdtemp(prefix="fineinfer-bench-")
-    command = [sys.executable, "-m", "fineinfer.cli", "serve", "--port", str(port), "--state-dir", state, *flags]
-    process = subprocess.Popen(command, env={**os.environ, **(env or {})}, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 300
-        while True:
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with {process.returncode}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                    break
-            if time.monotonic() > deadline:
-                raise SystemExit("the server was not ready in 300 s")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(90)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-        shutil.rmtree(state, ignore_errors=True)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -56,6 +56,30 @@ def _configure(socket: Any) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + 1024)
 
 
+def _bind(socket: Any, address: str) -> None:
+    _configure(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.bind(address)
+
+
+class _Gate(Generic[SendT, RecvT]):
+    """Lets only whole messages with the right token in."""
+
+    def __init__(self, token: bytes, recv_type: Any) -> None:
+        self._token = token
+        self.codec: Codec[SendT, RecvT] = Codec(recv_type)
+
+    def open(self, frames: list[bytes]) -> tuple[bytes, RecvT] | None:
+        """(peer identity, message) of received frames; None if they are to be dropped."""
+        if len(frames) != 3 or not hmac.compare_digest(frames[1], self._token):
+            return None
+        try:
+            return frames[0], self.codec.decode(frames[2])
+        except ProtocolError:
+            return None
+
+
 class Router(Generic[SendT, RecvT]):
     """The bound side; blocking API for the engine loop.
 
@@ -67,12 +91,8 @@ class Router(Generic[SendT, RecvT]):
 
     def __init__(self, address: str, token: bytes, recv_type: Any) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(address)
-        self._token = token
-        self._codec: Codec[SendT, RecvT] = Codec(recv_type)
+        _bind(self._socket, address)
+        self._gate: _Gate[SendT, RecvT] = _Gate(token, recv_type)
 
     def poll(self, timeout_ms: int) -> bool:
         """Whether a message waits, after at most ``timeout_ms``."""
@@ -85,16 +105,13 @@ class Router(Generic[SendT, RecvT]):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return None
-            if len(frames) == 3 and hmac.compare_digest(frames[1], self._token):
-                try:
-                    return frames[0], self._codec.decode(frames[2])
-                except ProtocolError:
-                    continue
+            if (item := self._gate.open(frames)) is not None:
+                return item
 
     def send(self, peer: bytes, message: SendT) -> bool:
         """Send to one peer; False if that peer is gone."""
         try:
-            self._socket.send_multipart([peer, self._codec.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, self._gate.codec.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
         return True
@@ -109,27 +126,20 @@ class AsyncRouter(Generic[SendT, RecvT]):
 
     def __init__(self, address: str, token: bytes, recv_type: Any) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _configure(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.bind(address)
-        self._token = token
-        self._codec: Codec[SendT, RecvT] = Codec(recv_type)
+        _bind(self._socket, address)
+        self._gate: _Gate[SendT, RecvT] = _Gate(token, recv_type)
 
     async def recv(self) -> tuple[bytes, RecvT]:
         """Next (peer identity, message); frames that fail the token or codec are dropped."""
         while True:
             frames = await self._socket.recv_multipart()
-            if len(frames) == 3 and hmac.compare_digest(frames[1], self._token):
-                try:
-                    return frames[0], self._codec.decode(frames[2])
-                except ProtocolError:
-                    continue
+            if (item := self._gate.open(frames)) is not None:
+                return item
 
     async def send(self, peer: bytes, message: SendT) -> bool:
         """Send to one peer; False if that peer is gone."""
         try:
-            await self._socket.send_multipart([peer, self._codec.encode(message)])
+            await self._socket.send_multipart([peer, self._gate.codec.encode(message)])
         except zmq.ZMQError:
             return False
         return True

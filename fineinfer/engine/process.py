@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cProfile
-import ctypes
 import logging
 import os
 import secrets
@@ -40,6 +39,7 @@ from fineinfer.memory.kv_pool import KVPool, KVSpec
 from fineinfer.messages import EngineInfo, FromEngine, ToEngine
 from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
+from fineinfer.parent_death import die_with_parent
 from fineinfer.request import SamplingParams
 from fineinfer.runner.model_runner import ModelRunner
 from fineinfer.scheduler.latency_model import LatencyModel
@@ -47,8 +47,6 @@ from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.sequence import Sequence
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Base:
 
 def main() -> None:
     """Run the engine whose settings file is argv[1]; the ipc token is in the environment."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     logging.basicConfig(level=logging.WARNING, format="engine: %(message)s")
     settings = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSettings)
     token = bytes.fromhex(os.environ["FINEINFER_IPC_TOKEN"])
@@ -83,12 +81,6 @@ def main() -> None:
         profile.runcall(loop.run)
     finally:
         profile.dump_stats(profile_path)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, so that a killed server leaves nothing behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:

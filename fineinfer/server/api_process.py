@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import logging
 import math
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from fineinfer.parent_death import die_with_parent
+
 TOKEN_VARIABLE = "FINEINFER_IPC_TOKEN"
-_PR_SET_PDEATHSIG = 1
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,15 +72,6 @@ def main() -> int:
     except _start_errors() as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent ends, so that no worker outlives a killed server (Linux)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the call
-        sys.exit(1)
 
 
 def _start_errors() -> tuple[type[Exception], ...]:

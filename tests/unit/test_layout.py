@@ -25,7 +25,7 @@ LENGTH_EXCEPTIONS: dict[str, str] = {}
 PARAMETER_EXCEPTIONS: dict[str, str] = {}
 
 # What a room may import from the product; files in fineinfer/ itself are rooms of their own. One way only, no cycles.
-_PLAIN = {"request", "messages", "config", "ipc", "hashing"}
+_PLAIN = {"request", "messages", "config", "ipc", "hashing", "parent_death"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "kernels": set(),
     "adapters": {"kernels", "messages"},
@@ -45,6 +45,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "ipc": {"messages", "request"},
     "config": set(),
     "hashing": set(),
+    "parent_death": set(),
     "llm": {"kernels", "adapters", "memory", "model", "runner", "training", "scheduler", "engine", "text", *_PLAIN},
 }
 # A file that needs one room more than its own may, and why. "path" -> {room: reason}
@@ -55,7 +56,20 @@ IMPORT_EXCEPTIONS: dict[str, dict[str, str]] = {
     "server/supervisor.py": {"engine": "EngineSettings is what the engine process is started with; plain data"},
 }
 
-NO_TORCH = ("server", "text", "data", "cli", "store", "scheduler", "messages", "request", "ipc", "config", "hashing")
+NO_TORCH = (
+    "server",
+    "text",
+    "data",
+    "cli",
+    "store",
+    "scheduler",
+    "messages",
+    "request",
+    "ipc",
+    "config",
+    "hashing",
+    "parent_death",
+)
 # Of the rooms that hold tensors, the parts that scheduling imports: they must load without torch too.
 NO_TORCH_FILES = ("memory/slot_allocator.py", "memory/request_table.py", "memory/governor.py")
 

@@ -19,7 +19,7 @@ import pytest
 ORPHAN = """
 import subprocess, sys, time
 child = (
-    "import os, time; from fineinfer.server.api_process import die_with_parent;"
+    "import os, time; from fineinfer.parent_death import die_with_parent;"
     "die_with_parent(os.getppid()); print(os.getpid(), flush=True); time.sleep(60)"
 )
 subprocess.run([sys.executable, "-c", child])
