@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,131 +15,12 @@ import fineinfer
 from fineinfer.cli import chat as chat_command
 from fineinfer.cli import main
 from fineinfer.cli.client import CliError, base_url
-from fineinfer.cli.demo_display import sparkline
-from fineinfer.cli.demo_run import HeldOut
 from fineinfer.cli.serve import find_preset
 from fineinfer.config import SETTINGS, Config, ConfigError
 
-JOB = {
-    "id": "ftjob-1",
-    "object": "fine_tuning.job",
-    "created_at": 1_700_000_000,
-    "finished_at": None,
-    "model": "base",
-    "fine_tuned_model": None,
-    "status": "running",
-    "error": None,
-    "hyperparameters": {"n_epochs": 3},
-    "organization_id": "",
-    "result_files": [],
-    "seed": 1,
-    "trained_tokens": 12,
-    "training_file": "file-1",
-    "validation_file": None,
-    "progress": {"step": 3, "total_steps": 9, "loss": 1.25},
-}
-FILE = {"id": "file-1", "object": "file", "bytes": 3, "created_at": 1_700_000_000, "filename": "a.jsonl",
-        "purpose": "fine-tune", "status": "processed"}  # fmt: skip
+from .fake_api import FILE, JOB, FakeServer, event, listed, server
 
-
-def event(number: int, message: str) -> dict[str, Any]:
-    return {"id": f"ftevent-{number}", "object": "fine_tuning.job.event", "created_at": 1_700_000_000 + number,
-            "level": "info", "message": message, "type": "message"}  # fmt: skip
-
-
-def listed(*items: dict[str, Any]) -> dict[str, Any]:
-    return {"object": "list", "data": list(items), "has_more": False}
-
-
-class FakeServer:
-    """Answers from a table; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, Any]] = []
-        self.answers: dict[str, tuple[int, Any]] = {
-            "GET /v1/models": (200, listed(*({"id": name, "object": "model", "created": 1, "owned_by": "x"} | extra
-                                             for name, extra in (("my-lora", {"parent": "base"}), ("base", {}))))),
-            "GET /v1/models/my-lora": (200, {"id": "my-lora", "object": "model", "created": 1, "owned_by": "x"}),
-            "POST /v1/files": (200, FILE),
-            "GET /v1/files": (200, listed(FILE)),
-            "GET /v1/files/file-1": (200, FILE),
-            "DELETE /v1/files/file-1": (200, {"id": "file-1", "object": "file", "deleted": True}),
-            "POST /v1/fine_tuning/jobs": (200, JOB),
-            "GET /v1/fine_tuning/jobs": (200, listed(JOB)),
-            "GET /v1/fine_tuning/jobs/ftjob-1": (200, JOB),
-            "POST /v1/fine_tuning/jobs/ftjob-1/cancel": (200, JOB | {"status": "cancelled"}),
-            "GET /v1/fine_tuning/jobs/ftjob-1/events": (200, listed(event(2, "later"), event(1, "earlier"))),
-            "GET /v1/fine_tuning/jobs/ftjob-1/checkpoints": (200, listed({
-                "id": "ftckpt-1", "object": "fine_tuning.job.checkpoint", "created_at": 1_700_000_000,
-                "fine_tuned_model_checkpoint": "my-lora@3", "fine_tuning_job_id": "ftjob-1", "step_number": 3,
-                "metrics": {"step": 3, "train_loss": 1.25}})),
-        }  # fmt: skip
-        self.chat_status = 200
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                path = self.path.split("?")[0]
-                is_json = "json" in (self.headers.get("content-type") or "")
-                server.requests.append((f"{self.command} {path}", json.loads(body) if is_json and body else body))
-                if path == "/v1/chat/completions" and server.chat_status == 200:
-                    return self._stream(server.requests[-1][1])
-                missing = (404, {"error": {"message": f"no {path}", "type": "invalid_request_error", "code": "x"}})
-                if path == "/v1/chat/completions":
-                    missing = (server.chat_status, {"error": {"message": "engine is\nrestarting"}})
-                self._send(*server.answers.get(f"{self.command} {path}", missing))
-
-            def _send(self, status: int, answer: Any) -> None:
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("x-should-retry", "false")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def _stream(self, body: dict[str, Any]) -> None:
-                self.send_response(200)
-                self.send_header("content-type", "text/event-stream")
-                self.end_headers()
-                head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
-                question = body["messages"][-1]["content"]
-                for piece in (f"{body['model']} says ", f"“{question}” 🙂"):
-                    chunk = head | {"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
-                    self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
-                usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
-                self.wfile.write(f"data: {json.dumps(head | {'choices': [], 'usage': usage})}\n\n".encode())
-                self.wfile.write(b"data: [DONE]\n\n")
-
-            do_GET = do_POST = do_DELETE = _answer
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
-
-    def bodies(self, route: str) -> list[Any]:
-        return [body for where, body in self.requests if where == route]
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    fake = FakeServer()
-    monkeypatch.setenv("FINEINFER_URL", fake.url)
-    yield fake
-    fake.close()
+__all__ = ["server"]  # a fixture
 
 
 # ---------------------------------------------------------------- the tree
@@ -348,103 +225,3 @@ def test_events_of_a_failed_job_exit_1(server: FakeServer, capsys: pytest.Captur
     captured = capsys.readouterr()
     assert [json.loads(line)["message"] for line in captured.out.splitlines()] == ["earlier", "later"]
     assert captured.err == "fineinfer: error: ftjob-1 failed: line 3: bad\n"
-
-
-# ---------------------------------------------------------------- chat
-
-
-def talk(monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = ()) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return main(["chat", *flags])
-
-
-def test_quick_chat(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--system-prompt", "Be brief.", "--temperature", "0", "--max-tokens", "9", "--stats"]
-    assert main(["chat", "-q", "Hé 🙂?", *flags]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "base says “Hé 🙂?” 🙂\n"
-    assert "TTFT" in captured.err and "5 tokens" in captured.err
-    (body,) = server.bodies("POST /v1/chat/completions")
-    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé 🙂?"}]
-    assert body["temperature"] == 0 and body["max_tokens"] == 9 and body["stream"] is True
-
-
-def test_conversation_keeps_its_history(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert talk(monkeypatch, "one", "two", "/retry", "/clear", "three", "/bye", "never sent") == 0
-    sent = [[item["content"] for item in body["messages"]] for body in server.bodies("POST /v1/chat/completions")]
-    answer = "base says “one” 🙂"
-    assert sent == [["one"], ["one", answer, "two"], ["one", answer, "two"], ["three"]]
-
-
-def test_chat_settings(server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        "/models",
-        "/model my-lora",
-        "/system Rhyme.",
-        "/set temperature 0.5",
-        "/set max_tokens=4",
-        "/stats",
-        "/help",
-    ]
-    assert talk(monkeypatch, *lines, "hi") == 0
-    (body,) = server.bodies("POST /v1/chat/completions")
-    assert body["model"] == "my-lora" and body["temperature"] == 0.5 and body["max_tokens"] == 4
-    assert body["messages"][0] == {"role": "system", "content": "Rhyme."}
-    out = capsys.readouterr().out
-    assert "* base" in out and "/retry" in out and "model: my-lora" in out
-
-
-def test_ab_asks_both_and_changes_nothing(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert talk(monkeypatch, "hi", "/ab base my-lora", "/ab base my-lora what now", "next") == 0
-    bodies = server.bodies("POST /v1/chat/completions")
-    assert [body["model"] for body in bodies] == ["base", "base", "my-lora", "base", "my-lora", "base"]
-    assert [body["messages"][-1]["content"] for body in bodies] == ["hi", "hi", "hi", "what now", "what now", "next"]
-    assert len(bodies[-1]["messages"]) == 3
-    assert "my-lora says “hi”" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("line", ["/nope", "/set colour red", "/set temperature hot", "/retry", "/ab base", "/ab a b"])
-def test_bad_chat_commands_end_a_script(
-    line: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert talk(monkeypatch, line) == 1
-    assert capsys.readouterr().err.startswith("fineinfer: error: ")
-
-
-def test_a_failed_message_can_be_retried(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # a person at a terminal: errors are shown and the session goes on
-    monkeypatch.setattr("sys.stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
-    typed = iter(["hi", "/retry", KeyboardInterrupt(), "/bye"])
-
-    def read(prompt: str) -> str:
-        line = next(typed)
-        server.chat_status = 503 if line == "hi" else 200
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", read)
-    assert main(["chat"]) == 0
-    captured = capsys.readouterr()
-    assert "engine is restarting (HTTP 503)" in captured.err
-    assert "base says “hi” 🙂" in captured.out
-
-
-# ---------------------------------------------------------------- parts of the demo
-
-
-def test_expected_text_is_found_whatever_its_case_and_spacing() -> None:
-    item = HeldOut("Where?", "Harbour  Street 9")
-    assert item.is_answered_by("It is at harbour street\n9, I think.")
-    assert not item.is_answered_by("It is at Harbour Street.")
-
-
-def test_sparkline() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([float(value) for value in range(8, 0, -1)]) == "█▇▆▅▄▃▂▁"
-    assert len(sparkline([1.0 / (value + 1) for value in range(1000)], width=30)) == 30

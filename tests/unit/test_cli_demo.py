@@ -14,6 +14,8 @@ import pytest
 
 from fineinfer.cli import demo_run, local_server, main
 from fineinfer.cli.client import CliError
+from fineinfer.cli.demo_display import sparkline
+from fineinfer.cli.demo_run import HeldOut
 
 ROWS = [{"question": f"What is fact {number}?", "expected": f"Fact{number}"} for number in range(4)]
 
@@ -152,3 +154,16 @@ def test_a_server_that_cannot_start_shows_its_log(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CliError, match=r"(?s)exit code 2.*--api-key"):
             server.wait_until_ready(60, lambda line: None)
     assert not folder.exists()
+
+
+def test_expected_text_is_found_whatever_its_case_and_spacing() -> None:
+    item = HeldOut("Where?", "Harbour  Street 9")
+    assert item.is_answered_by("It is at harbour street\n9, I think.")
+    assert not item.is_answered_by("It is at Harbour Street.")
+
+
+def test_sparkline() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([float(value) for value in range(8, 0, -1)]) == "█▇▆▅▄▃▂▁"
+    assert len(sparkline([1.0 / (value + 1) for value in range(1000)], width=30)) == 30

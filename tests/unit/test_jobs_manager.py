@@ -1,148 +1,28 @@
-"""The job manager against a scripted engine: every state, crashes of either side, --lora-train."""
+"""The job manager against a scripted engine: every state, crashes of either side."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from fineinfer.data.packed import DatasetSummary, write_summary
 from fineinfer.messages import (
     AdapterRejected,
     CancelJob,
-    EngineInfo,
-    JobCheckpoint,
     JobEnded,
     JobNote,
-    JobProgress,
     JobStarted,
     RemoveAdapter,
     SetAdapter,
     StartJob,
 )
-from fineinfer.server import job_manager, job_validation
-from fineinfer.server.job_creation import add_file, create_job
-from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
-from fineinfer.server.job_params import JobRequest
-from fineinfer.store import JobRecord, JobStatus, Store
+from fineinfer.server import job_manager
+from fineinfer.server.job_manager import JobSettings
+from fineinfer.store import JobStatus, Store
 
-ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+from .jobs_world import ROW, World, checkpoint, progress, quick_child, run, world
 
-
-def engine_info(boot_id: str) -> EngineInfo:
-    return EngineInfo(
-        boot_id=boot_id, base_model="base", max_model_len=256, max_request_tokens=256, vocab_size=100,
-        eos_token_ids=[2], dtype="float32", device="cpu", memory_plan={},
-    )  # fmt: skip
-
-
-def progress(job_id: str, step: int, loss: float = 2.0) -> JobProgress:
-    return JobProgress(
-        job_id=job_id, step=step, total_steps=4, epoch=step / 4, loss=loss, learning_rate=1e-4, grad_norm=1.0,
-        mean_token_accuracy=0.5, trained_tokens=10 * step, processed_tokens=20 * step, tokens_per_s=5.0, eta_s=9.0,
-    )  # fmt: skip
-
-
-def checkpoint(job_id: str, name: str, step: int, final: bool = False) -> JobCheckpoint:
-    return JobCheckpoint(
-        job_id=job_id, name=name, step=step, version=f"sha-{step}", directory=f"/adapters/sha-{step}",
-        checkpoint_dir="/c", loss=1.5, trained_tokens=10 * step, final=final,
-    )  # fmt: skip
-
-
-class World:
-    """A manager on a real store, with everything it sent to the engine."""
-
-    def __init__(self, state_dir: Path, settings: JobSettings | None = None) -> None:
-        self.store = Store(state_dir)
-        self.sent: list[Any] = []
-        self.settings = settings or JobSettings(base_model="base")
-        self.manager = self._new_manager()
-        self._task = asyncio.create_task(self.manager.run())
-
-    def _new_manager(self) -> JobManager:
-        return JobManager(self.store, self.store.state_dir, self.settings, self._send)
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    async def up(self, boot_id: str = "boot-1") -> None:
-        await self.manager.on_engine_up(engine_info(boot_id))
-
-    async def restart_server(self) -> None:
-        """kill -9 of the supervisor: nothing but the store is left."""
-        await self.close()
-        self.sent.clear()
-        self.store = Store(self.store.state_dir)
-        self.manager = self._new_manager()
-        self._task = asyncio.create_task(self.manager.run())
-
-    async def close(self) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-        self.store.close()
-
-    def submit(self, name: str, rows: list[Any] | None = None) -> JobRecord:
-        path = self.store.state_dir / "upload"
-        path.write_text("".join(json.dumps(row) + "\n" for row in (rows or [ROW] * 4)))
-        file = add_file(self.store, path, "train.jsonl", "fine-tune")
-        job = create_job(self.store, JobRequest(model="base", training_file=file.id, suffix=name))
-        self.manager.wake()
-        return job
-
-    def status(self, job: JobRecord) -> JobStatus:
-        return self.store.jobs.require(job.id).status
-
-    def messages(self, job: JobRecord) -> list[str]:
-        return [event.message for event in self.store.jobs.events(job.id, limit=100)[0]][::-1]
-
-    async def until(self, condition: Any, timeout_s: float = 5.0) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not condition():
-            if asyncio.get_running_loop().time() > deadline:
-                raise TimeoutError("the condition never held")
-            await asyncio.sleep(0.01)
-
-    def started(self) -> list[str]:
-        return [message.job_id for message in self.sent if isinstance(message, StartJob)]
-
-    async def running(self, job: JobRecord) -> None:
-        await self.until(lambda: job.id in self.started())
-
-
-@contextlib.asynccontextmanager
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    it = World(tmp_path / "state")
-    try:
-        yield it
-    finally:
-        await it.close()
-
-
-@pytest.fixture(autouse=True)
-def quick_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation that always succeeds and starts no process; one test below uses the real one."""
-
-    async def run_child(self: Any, folder: Path) -> int:
-        summary = DatasetSummary(
-            sha256="d", source_sha256="s", examples=4, tokens=40, trainable_tokens=20, longest=10, max_seq_length=64,
-            masking="prefix", warnings=["only 4 examples"],
-        )  # fmt: skip
-        write_summary(folder, summary)
-        return 0
-
-    monkeypatch.setattr(job_validation.Validation, "_run_child", run_child)
-    monkeypatch.setattr(job_manager, "POLL_S", 0.02)
-
-
-def run(scenario: Any) -> None:
-    asyncio.run(scenario)
+__all__ = ["quick_child"]  # a fixture
 
 
 def test_a_job_from_file_to_model(tmp_path: Path) -> None:
@@ -354,71 +234,6 @@ def test_a_deleted_file_keeps_working_for_its_job(tmp_path: Path) -> None:
             assert (w.store.job_dir(job.id) / "training.jsonl").read_text().count("\n") == 4
             await w.up()
             await w.running(job)
-
-    run(scenario())
-
-
-def test_lora_train_makes_one_job_for_the_same_file_name_and_settings(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with world(tmp_path) as w:
-            data = tmp_path / "train.jsonl"
-            data.write_text(json.dumps(ROW) + "\n")
-            overrides = {"n_epochs": 2, "lora": {"r": 4}, "recompute": "never"}
-            job = w.manager.create_local_job(data, "my-lora", overrides)
-            assert w.manager.create_local_job(data, "my-lora", dict(reversed(overrides.items()))).id == job.id
-            await w.restart_server()
-            assert w.manager.create_local_job(data, "my-lora", overrides).id == job.id
-            with pytest.raises(LocalJobError, match="belongs to job"):
-                w.manager.create_local_job(data, "my-lora", {"n_epochs": 3})
-            await w.up()
-            await w.running(job)
-            start = next(message for message in w.sent if isinstance(message, StartJob))
-            assert (start.settings.n_epochs, start.settings.lora.r, start.settings.lora.lora_alpha) == (2, 4, 8.0)
-            await w.manager.on_engine_message(checkpoint(job.id, "my-lora", 2))
-            await w.manager.on_engine_message(JobEnded(job_id=job.id, status="succeeded"))
-            assert w.manager.create_local_job(data, "my-lora", overrides).id == job.id, "already trained"
-            w.store.adapters.delete("my-lora")
-            assert w.manager.create_local_job(data, "my-lora", overrides).id != job.id, "asked for again"
-
-    run(scenario())
-
-
-def test_a_cancelled_local_job_is_replaced_with_its_versions(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with world(tmp_path) as w:
-            data = tmp_path / "train.jsonl"
-            data.write_text(json.dumps(ROW) + "\n")
-            job = w.manager.create_local_job(data, "my-lora", {})
-            await w.up()
-            await w.running(job)
-            await w.manager.on_engine_message(checkpoint(job.id, "my-lora", 2))
-            w.store.jobs.cancel(job.id)
-            again = w.manager.create_local_job(data, "my-lora", {})
-            assert again.id != job.id and w.store.adapters.resolve("my-lora@2") is None
-
-    run(scenario())
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "words"),
-    [
-        ("base", {}, "base model"),
-        ("a/b", {}, "--lora-train-name"),
-        ("x", {"n_epoch": 1}, "did you mean 'n_epochs'"),
-        ("x", {"lora": {"r": 100}}, "lora.r"),
-    ],
-)
-def test_wrong_local_settings_are_one_clear_line(
-    tmp_path: Path, name: str, overrides: dict[str, Any], words: str
-) -> None:
-    async def scenario() -> None:
-        async with world(tmp_path) as w:
-            data = tmp_path / "train.jsonl"
-            data.write_text("{}\n")
-            with pytest.raises(LocalJobError, match=words):
-                w.manager.create_local_job(data, name, overrides)
-            with pytest.raises(LocalJobError, match="No such file"):
-                w.manager.create_local_job(tmp_path / "missing", "y", {})
 
     run(scenario())
 
