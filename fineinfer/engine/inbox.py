@@ -27,6 +27,9 @@ from fineinfer.scheduler.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
+# The api worker has found the name in the store; the supervisor's word of it comes by another socket and may be later.
+ADAPTER_GRACE_S = 2.0
+
 
 class RequestDesk:
     """Opens and closes requests: checks them again at the door of the engine, pins their adapter version.
@@ -73,9 +76,10 @@ class RequestDesk:
             )
             return
         self.open[sequence.request_id] = sequence
-        if sequence.adapter_version is None:
+        if sequence.adapter_name is None:
             self._scheduler.add(sequence)
         else:
+            self._resolve(sequence)  # the version that its name means on arrival
             self.without_slot.append(sequence)
 
     def _check(self, peer: bytes, message: AddRequest) -> Sequence:
@@ -98,11 +102,6 @@ class RequestDesk:
                 "max_tokens" if len(prompt) < limit else "prompt",
                 "context_length_exceeded",
             )
-        version = None
-        if message.adapter is not None:
-            version = self._adapters.resolve(message.adapter)
-            if version is None:
-                raise InvalidRequestError(f"The model {message.adapter} does not exist.", "model", "model_not_found")
         max_tokens = message.sampling.max_tokens
         return Sequence(
             request_id=message.request_id,
@@ -113,23 +112,38 @@ class RequestDesk:
             arrival_s=message.arrival_s,
             seed=secrets.randbits(63) if message.sampling.seed is None else message.sampling.seed,
             adapter_name=message.adapter,
-            adapter_version=None if version is None else version.version,
-            adapter_step=None if version is None else version.step,
         )
+
+    def _resolve(self, sequence: Sequence) -> None:
+        version = None if sequence.adapter_name is None else self._adapters.resolve(sequence.adapter_name)
+        if version is not None:
+            sequence.adapter_version, sequence.adapter_step = version.version, version.step
 
     def assign_adapter_slots(self) -> None:
         """Hand free adapter slots to requests in order of arrival; the rest go on waiting for one."""
         for _ in range(len(self.without_slot)):
-            sequence = self.without_slot.popleft()
+            sequence = self.without_slot[0]
+            if sequence.adapter_version is None:
+                self._resolve(sequence)
             version = sequence.adapter_version
-            if version is None:
+            if version is None and now_s() - sequence.arrival_s > ADAPTER_GRACE_S:
+                self.end(
+                    sequence,
+                    FinishReason.ERROR,
+                    "model_not_found",
+                    f"The model {sequence.adapter_name} does not exist.",
+                )
                 continue
-            try:
-                slot = self._adapters.acquire(version)
-            except Exception as error:  # a broken adapter folder ends its own requests only
-                logger.warning("adapter %s could not be loaded: %s", sequence.adapter_name, error)
-                self.end(sequence, FinishReason.ERROR, "adapter_not_found", f"The adapter could not be loaded: {error}")
-                continue
+            self.without_slot.popleft()
+            slot = None
+            if version is not None:
+                try:
+                    slot = self._adapters.acquire(version)
+                except Exception as error:  # a broken adapter folder ends its own requests only
+                    logger.warning("adapter %s could not be loaded: %s", sequence.adapter_name, error)
+                    message = f"The adapter could not be loaded: {error}"
+                    self.end(sequence, FinishReason.ERROR, "adapter_not_found", message)
+                    continue
             if slot is None:
                 self.without_slot.append(sequence)
             else:
@@ -170,15 +184,14 @@ class RequestDesk:
         """Free all a request holds; its terminal message is already in the outbox."""
         if self.open.pop(sequence.request_id, None) is None:
             return
-        version = sequence.adapter_version
-        if version is not None and sequence.adapter_slot is None:  # it never got a slot, so it was never scheduled
+        if sequence.adapter_name is not None and sequence.adapter_slot is None:  # never got a slot: never scheduled
             sequence.finish_reason = reason
             with contextlib.suppress(ValueError):
                 self.without_slot.remove(sequence)
             return
         self._scheduler.finish(sequence, reason)
-        if version is not None:
-            self._adapters.release(version)
+        if sequence.adapter_version is not None:
+            self._adapters.release(sequence.adapter_version)
 
 
 class Inbox:

@@ -100,7 +100,7 @@ class EngineLoop:
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
             self.parts.outbox.broadcast_stats()
-        if self._drain_until_s is not None and (self.parts.scheduler.is_idle() or now_s() > self._drain_until_s):
+        if self._drain_until_s is not None and (not self.parts.desk.open or now_s() > self._drain_until_s):
             self._stop()
 
     # ------------------------------------------------------------ inference

@@ -1,0 +1,267 @@
+"""The whole engine in this process on a tiny random model: preemption, resizing, adapters, faults change no token."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from fineinfer.adapters.peft_io import content_hash, save_adapter
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
+from fineinfer.engine.loop import EngineLoop
+from fineinfer.engine.process import build_engine
+from fineinfer.engine.settings import EngineSettings
+from fineinfer.ipc import Codec
+from fineinfer.messages import (
+    AbortRequest,
+    AddRequest,
+    FinishRequest,
+    FromEngine,
+    LoraSpec,
+    Outputs,
+    RequestOutput,
+    ResizeKV,
+    SetAdapter,
+)
+from fineinfer.request import SamplingParams
+
+TOKEN = b"t" * 32
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97,
+    "max_position_embeddings": 512, "initializer_range": 0.5, "tie_word_embeddings": False, "eos_token_id": 2,
+}  # fmt: skip
+BYTES_PER_SLOT = 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head size, fp32
+
+
+class Harness:
+    """An engine loop and a client on its socket."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        address = f"ipc://{folder}/e"
+        self.loop: EngineLoop = build_engine(
+            EngineSettings(
+                model=str(folder), base_model="m", engine_address=address, dtype="float32", device="cpu",
+                load_format="dummy", policy="inference-first", **settings,
+            ), TOKEN,
+        )  # fmt: skip
+        self.parts = self.loop.parts
+        self._codec: Codec = Codec(FromEngine)
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(address)
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def send(self, message: object) -> None:
+        self._socket.send_multipart([TOKEN, self._codec.encode(message)])
+
+    def add(self, name: str, prompt: list[int], adapter: str | None = None, **params: object) -> None:
+        sampling = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | params))
+        self.outputs[name] = []
+        self.send(
+            AddRequest(
+                request_id=name, prompt_token_ids=prompt, sampling=sampling, adapter=adapter, arrival_s=time.monotonic()
+            )
+        )
+
+    def run(self, each_turn: Callable[[int], object] = lambda turn: None) -> None:
+        """Step until every request has ended."""
+        for turn in range(5000):
+            each_turn(turn)
+            if not self.loop.step():
+                self.parts.inbox.wait(0.01)
+            while self._socket.poll(0):
+                message = self._codec.decode(self._socket.recv_multipart()[-1])
+                if isinstance(message, Outputs):
+                    for output in message.outputs:
+                        self.outputs[output.request_id].append(output)
+            if all(items and items[-1].finish_reason for items in self.outputs.values()):
+                break
+        for name, items in self.outputs.items():
+            assert sum(item.finish_reason is not None for item in items) == 1, f"{name} has not one terminal message"
+        kv = self.parts.ladder._kv
+        kv.check_integrity()
+        assert kv.num_used == 0 and self.parts.adapters.num_pinned() == 0 and not self.parts.desk.open
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+    def reason(self, name: str) -> str | None:
+        return self.outputs[name][-1].finish_reason
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self.parts.inbox._router.close()
+
+
+@pytest.fixture
+def make(tmp_path_factory):
+    made: list[Harness] = []
+
+    def build(**settings: object) -> Harness:
+        made.append(Harness(tmp_path_factory.mktemp("e"), **({"max_loras": 2, "max_lora_rank": 4} | settings)))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.close()
+
+
+PROMPTS = {f"r{n}": [5 + (7 * n + i) % 90 for i in range(10 + 3 * n)] for n in range(6)}
+
+
+def alone(make, **params: object) -> dict[str, list[int]]:
+    """Each request's tokens on an engine that has nothing else to do."""
+    quiet, tokens = make(), {}
+    for name, prompt in PROMPTS.items():
+        quiet.outputs.clear()
+        quiet.add(name, prompt, **params)
+        quiet.run()
+        tokens[name] = quiet.tokens(name)
+    return tokens
+
+
+def test_preempted_requests_give_the_tokens_of_a_quiet_engine(make):
+    sampled = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "min_tokens": 90}
+    want = alone(make, **sampled, max_tokens=90)
+    tight = make(kv_cache_memory_bytes=260 * BYTES_PER_SLOT, max_num_batched_tokens=32)
+    for _ in range(20):  # finished outputs were short, so more are admitted than fit
+        tight.parts.scheduler.predictor.record(None, 4)
+    for name, prompt in PROMPTS.items():
+        tight.add(name, prompt, **sampled, stop_token_ids=())
+
+    def finish(turn: int) -> None:
+        """They have no max_tokens: end them as an api worker does when a stop string matched."""
+        for name, sequence in list(tight.parts.desk.open.items()):
+            if len(sequence.output) >= 90:
+                tight.send(FinishRequest(request_id=name, num_tokens=90))
+
+    tight.run(finish)
+    assert tight.parts.scheduler.num_preemptions > 0, "nothing was preempted, so nothing is tested"
+    assert {name: tight.tokens(name)[:90] for name in PROMPTS} == want
+    assert {tight.reason(name) for name in PROMPTS} == {"stop"}
+
+
+def test_shrinking_and_growing_while_requests_run_changes_no_token(make):
+    want = alone(make, max_tokens=60)
+    moving = make(kv_cache_memory_bytes=2000 * BYTES_PER_SLOT, max_num_batched_tokens=512)
+    moving.add("first", [5] * 400, max_tokens=100)  # takes the low slots, then leaves: the others must move down
+    for name, prompt in PROMPTS.items():
+        moving.add(name, prompt, max_tokens=60)
+    sizes = set()
+
+    def resize(turn: int) -> None:
+        if turn == 20:
+            moving.send(AbortRequest(request_id="first"))
+        if turn > 20:
+            moving.send(ResizeKV(num_slots=[600, 2000, 900][turn % 3]))
+        sizes.add(moving.parts.ladder._kv.num_slots)
+
+    moving.run(resize)
+    assert {name: moving.tokens(name) for name in PROMPTS} == want
+    assert len(sizes) >= 3 and moving.parts.ladder._kv.epoch > 0, "no live slot was moved, so nothing is tested"
+
+
+def publish(harness: Harness, name: str, folder: Path, seed: int) -> None:
+    spec = LoraSpec(r=4, lora_alpha=8)
+    shape = harness.parts.training._decoder.spec
+    weights = LoraWeights.init(LoraLayout.uniform(shape, spec), torch.float32, "cpu", seed)
+    weights.flat.add_(0.1 * torch.randn(weights.flat.shape, generator=torch.Generator().manual_seed(seed)))
+    folder.mkdir(exist_ok=True)
+    save_adapter(weights, spec, "m", folder)
+    version = content_hash(folder)
+    harness.send(SetAdapter(name=name, version=version, step=seed, directory=str(folder)))
+
+
+def test_more_adapters_than_slots_wait_their_turn(make, tmp_path):
+    want = {}
+    for seed, name in enumerate(("a", "b", "c"), start=1):
+        single = make(max_loras=1)
+        publish(single, name, tmp_path / name, seed)
+        single.loop.step()
+        single.add("r", PROMPTS["r1"], adapter=name, max_tokens=12)
+        single.run()
+        want[name] = single.tokens("r")
+    assert len({tuple(tokens) for tokens in want.values()}) == 3, (
+        "the adapters make no difference, so nothing is tested"
+    )
+    shared = make(max_loras=2)
+    for seed, name in enumerate(("a", "b", "c"), start=1):
+        publish(shared, name, tmp_path / name, seed)
+    shared.loop.step()
+    for round_number in range(2):
+        for name in ("a", "b", "c"):
+            shared.add(f"{name}{round_number}", PROMPTS["r1"], adapter=name, max_tokens=12)
+    shared.add("base", PROMPTS["r1"], max_tokens=12)
+    shared.run()
+    for name in ("a", "b", "c"):
+        assert shared.tokens(f"{name}0") == shared.tokens(f"{name}1") == want[name]
+        assert shared.outputs[f"{name}0"][-1].adapter_step is not None
+    assert shared.tokens("base") == alone(make, max_tokens=12)["r1"]
+
+
+def test_a_request_keeps_the_version_it_began_with(make, tmp_path):
+    harness = make()
+    publish(harness, "a", tmp_path / "one", 1)
+    harness.loop.step()
+    harness.add("before", PROMPTS["r0"], adapter="a", max_tokens=30)
+
+    def republish(turn: int) -> None:
+        if turn == 5:
+            publish(harness, "a", tmp_path / "two", 2)
+        if turn == 8:
+            harness.add("after", PROMPTS["r0"], adapter="a", max_tokens=30)
+            harness.add("pinned", PROMPTS["r0"], adapter="a@1", max_tokens=30)
+
+    harness.run(republish)
+    assert {output.adapter_step for output in harness.outputs["before"]} == {1}
+    assert {output.adapter_step for output in harness.outputs["after"]} == {2}
+    assert harness.tokens("pinned") == harness.tokens("before") != harness.tokens("after")
+
+
+def test_a_request_that_breaks_the_forward_ends_alone(make, monkeypatch, caplog):
+    want = alone(make, max_tokens=10)
+    harness = make()
+    run = harness.parts.runner.run
+
+    def breaking(chunks):
+        if any(chunk.sequence.request_id == "r3" and len(chunk.sequence.output) == 4 for chunk in chunks):
+            raise RuntimeError("boom")
+        return run(chunks)
+
+    monkeypatch.setattr(harness.parts.runner, "run", breaking)
+    for name, prompt in PROMPTS.items():
+        harness.add(name, prompt, max_tokens=10)
+    harness.run()
+    assert harness.reason("r3") == "error" and len(harness.tokens("r3")) == 4
+    assert all(harness.tokens(name) == want[name] for name in PROMPTS if name != "r3")
+
+
+def test_aborts_and_refusals_leave_nothing(make):
+    harness = make(kv_cache_memory_bytes=100 * BYTES_PER_SLOT)
+    harness.add("too-long", [5] * 90, max_tokens=20)
+    harness.add("empty", [])
+    harness.add("foreign", [97])
+    harness.add("nobody", [5], adapter="nobody")
+    harness.add("left", [5] * 30, max_tokens=60)
+    harness.add("stays", [5] * 30, max_tokens=20)
+
+    def leave(turn: int) -> None:
+        if turn == 6:
+            harness.send(AbortRequest(request_id="left"))
+            harness.send(AbortRequest(request_id="never-was"))
+
+    harness.run(leave)
+    codes = {name: harness.outputs[name][-1].error_code for name in ("too-long", "empty", "foreign", "nobody")}
+    assert codes == {
+        "too-long": "context_length_exceeded",
+        "empty": "invalid_request_error",
+        "foreign": "invalid_request_error",
+        "nobody": "model_not_found",
+    }
+    assert harness.reason("left") == "abort" and harness.reason("stays") == "length"
