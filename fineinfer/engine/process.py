@@ -70,7 +70,7 @@ def main() -> None:
     try:
         loop = build_engine(settings, token)
     except (ModelLoadError, MemoryPlanError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
     profile_path = os.environ.get("FINEINFER_ENGINE_PROFILE")
     if profile_path is None:

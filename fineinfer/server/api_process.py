@@ -70,7 +70,7 @@ def main() -> int:
     try:
         return _serve(settings, token)
     except _start_errors() as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
 
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from fineinfer.messages import (
     TrainingSettings,
 )
 from fineinfer.server.api_process import ApiSettings
+from fineinfer.server.child import Child
 from fineinfer.server.engine_health import EngineHealth
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
 from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
@@ -45,18 +45,9 @@ from fineinfer.server.status_line import StatusLine, print_banner
 from fineinfer.store import Store, StoreError
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+ENGINE_WORD_S = 15.0  # an api worker that ended at start waits this long for the engine to say what is wrong
 MAX_RESTARTS = 5  # within RESTART_WINDOW_S; more means the fault is not a passing one
 RESTART_WINDOW_S = 300.0
-
-
-@dataclass
-class Child:
-    """A running child process and the last lines it wrote to stderr."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    tail: list[str] = field(default_factory=list)
-    reader: asyncio.Task[None] | None = None
 
 
 def run(config: Config) -> int:
@@ -112,6 +103,7 @@ class Supervisor:
         store, state_dir = Store(config.server.state_dir), config.server.state_dir
         self._jobs = JobManager(store, state_dir, job_settings, self._send_to_engine)
         self._health = EngineHealth()
+        self._was_ready = False
 
     def _address(self, name: str) -> str:
         return f"ipc://{self._runtime_dir / name}"
@@ -290,7 +282,7 @@ class Supervisor:
         while line := await stream.readline():
             text = line.decode(errors="replace").rstrip()
             child.tail = [*child.tail[-19:], text]
-            if self._health.info is not None or not text.startswith("error: "):
+            if self._was_ready:  # before that, one line says what is wrong: see _watch_children
                 print(text, file=sys.stderr, flush=True)
 
     async def _watch_children(self) -> None:
@@ -302,21 +294,26 @@ class Supervisor:
             for child in dead:
                 if self._stop.is_set():
                     return
-                started = self._health.info is not None
-                await asyncio.sleep(0.1)  # its last stderr lines
                 now = time.monotonic()
                 restarts = [t for t in restarts if now - t < RESTART_WINDOW_S] + [now]
-                if not started or len(restarts) > MAX_RESTARTS:
-                    reason = next((t for t in reversed(child.tail) if t.startswith("error: ")), None)
-                    code = child.process.returncode
-                    raise StartError(
-                        reason.removeprefix("error: ") if reason else f"{child.name} ended with code {code}"
-                    )
+                if not self._was_ready or len(restarts) > MAX_RESTARTS:
+                    raise StartError(await self._reason(child))
                 if child.name == "engine":
                     await self._engine_lost(f"the engine ended with code {child.process.returncode}")
                     await self._spawn_engine()
                 else:
                     await self._spawn_api(int(child.name.removeprefix("api-")))
+
+    async def _reason(self, child: Child) -> str:
+        """Why a child ended, in one line; the engine's word goes first, since a bad model ends the api workers too."""
+        engine = self._children.get("engine")
+        if engine is not None and engine is not child:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ENGINE_WORD_S):
+                    await engine.process.wait()
+                    child = engine
+        await asyncio.sleep(0.1)  # its last stderr lines
+        return child.reason()
 
     async def _engine_lost(self, reason: str) -> None:
         print(f"{reason}; restarting it", file=sys.stderr, flush=True)
@@ -383,9 +380,11 @@ class Supervisor:
                 await self._jobs.on_engine_message(message)
 
     async def _engine_ready(self, info: EngineInfo) -> None:
-        first = self._health.info is None
         self._health.info = info
-        if first:
+        if not self._was_ready:
+            self._was_ready = True
+            for child in self._children.values():
+                print("".join(f"{line}\n" for line in child.tail), end="", file=sys.stderr, flush=True)
             print_banner(info, self._config)
         for peer in self._workers:
             await self._control.send(peer, EngineUp(info=info))
