@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
-from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor, peak_tokens
+from fineinfer.scheduler.admission import HISTORY_LENGTH, MAX_PREEMPTIONS, LengthPredictor, peak_tokens
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
@@ -218,6 +219,17 @@ def test_length_prediction_uses_history_of_its_model_only():
     assert predictor.predict_left(_of(None, 0)) == 256
     sequence = request("x", 5, 12)
     assert predictor.predict_left(sequence) == 12
+
+
+def test_length_prediction_is_the_percentile_of_the_newest_outputs():
+    predictor, rng, lengths = LengthPredictor(), random.Random(1), []
+    for _ in range(1500):
+        lengths.append(rng.randint(1, 900))
+        predictor.record(None, lengths[-1])
+    newest = np.array(lengths[-HISTORY_LENGTH:])
+    for generated in (0, 10, 450, 800):
+        expected = int(np.percentile(newest[newest > generated], 90)) - generated
+        assert predictor.predict_left(_of(None, generated)) == max(1, expected)
 
 
 def _of(adapter: str | None, num_output: int) -> Sequence:
