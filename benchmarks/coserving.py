@@ -69,6 +69,7 @@ async def poisson(url: str, lengths: list[tuple[int, int]], rate: float, seconds
     for task in late:
         task.cancel()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    await client.close()
     done = [r for r in outcomes if isinstance(r, dict)]
     wall = max([r["end"] for r in done], default=begin) - begin
     ttft, tpot = [1e3 * r["ttft"] for r in done], [1e3 * r["tpot"] for r in done if r["tokens"] > 1]

@@ -16,8 +16,10 @@ class Child:
     reader: asyncio.Task[None] | None = None
 
     def reason(self) -> str:
-        """Why it ended: its last ``error:`` line, else its exit code."""
+        """Why it ended: its last ``error:`` line, else its exit code and the last line it wrote (a traceback's end)."""
         line = next((line for line in reversed(self.tail) if line.startswith("error: ")), None)
-        return (
-            f"{self.name} ended with code {self.process.returncode}" if line is None else line.removeprefix("error: ")
-        )
+        if line is not None:
+            return line.removeprefix("error: ")
+        last = next((line.strip() for line in reversed(self.tail) if line.strip()), None)
+        ended = f"{self.name} ended with code {self.process.returncode}"
+        return ended if last is None else f"{ended}: {last}"
