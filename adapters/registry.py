@@ -6,12 +6,14 @@ one version (by content hash); unreferenced slots are reused, least recently use
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from fineinfer.adapters.config import BLOCK_MODULES, MODULES, AdapterError, ModelShape, module_features
+from fineinfer.adapters.config import BLOCK_MODULES, MODULE_BLOCK, MODULES, AdapterError, ModelShape, module_features
 from fineinfer.adapters.peft_io import content_hash, load_adapter
 from fineinfer.adapters.weights import LoraWeights
 
@@ -33,11 +35,32 @@ class _Slot:
     last_used: int = 0
 
 
-class AdapterStacks:
-    """Weights of all slots, one pair of tensors a module: A [layers, slots, max_rank, in], B the same with out.
+class BlockStack(NamedTuple):
+    """All slots' adapters of one fused block of one layer, as views that stay where they are.
 
-    B lies transposed, so the rows of an adapter's own rank are contiguous in both. Memory of a slot is touched only
-    when an adapter is loaded into it.
+    Module m of the block has its A in rows ``m * max_rank`` on, and its B in its own output columns.
+
+    Attributes:
+        a: [num_slots, num_modules * max_rank, in_features].
+        b: [num_slots, max_rank, out_features].
+        scales: [num_slots, num_modules] fp32 on the device, 0 where an adapter lacks the module.
+        ranks: [num_slots, num_modules] int32 on the device, 0 likewise.
+        columns: First output column of each module, then out_features.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scales: torch.Tensor
+    ranks: torch.Tensor
+    columns: tuple[int, ...]
+
+
+class AdapterStacks:
+    """Weights of all slots, one pair of tensors a fused block.
+
+    A is [layers, slots, modules * max_rank, in], B is [layers, slots, max_rank, out of the block]: transposed, so that
+    one rank's values of all modules are one row. Addresses never change: captured graphs hold them. Memory of a slot is
+    touched only when an adapter is loaded into it.
 
     Args:
         shape: Sizes of the base model.
@@ -45,43 +68,69 @@ class AdapterStacks:
         max_rank: Largest rank.
         dtype: The model's dtype.
         device: The model's device.
+
+    Attributes:
+        num_slots: As above.
+        max_rank: As above.
     """
 
     def __init__(
         self, shape: ModelShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         features = module_features(shape)
-
-        def stack(width: int) -> torch.Tensor:
-            return torch.empty(shape.num_layers, num_slots, max_rank, width, dtype=dtype, device=device)
-
-        self._a = {name: stack(features[name][0]) for name in MODULES}
-        self._b = {name: stack(features[name][1]) for name in MODULES}
+        self.num_slots, self.max_rank = num_slots, max_rank
+        self._blocks: dict[str, BlockStack] = {}  # as BlockStack, but with a first dimension of layers
+        for block, names in BLOCK_MODULES.items():
+            columns = tuple(itertools.accumulate((features[name][1] for name in names), initial=0))
+            lead = (shape.num_layers, num_slots)
+            self._blocks[block] = BlockStack(
+                a=torch.empty(*lead, len(names) * max_rank, features[names[0]][0], dtype=dtype, device=device),
+                b=torch.empty(*lead, max_rank, columns[-1], dtype=dtype, device=device),
+                scales=torch.zeros(*lead, len(names), dtype=torch.float32, device=device),
+                ranks=torch.zeros(*lead, len(names), dtype=torch.int32, device=device),
+                columns=columns,
+            )
+        self._layers = {
+            (layer, block): BlockStack(s.a[layer], s.b[layer], s.scales[layer], s.ranks[layer], s.columns)
+            for block, s in self._blocks.items()
+            for layer in range(shape.num_layers)
+        }
         self._scales = {name: [[0.0] * num_slots for _ in range(shape.num_layers)] for name in MODULES}
-        self._columns: dict[str, slice] = {}
-        for names in BLOCK_MODULES.values():
-            start = 0
-            for name in names:
-                self._columns[name] = slice(start, start + features[name][1])
-                start += features[name][1]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots together."""
-        return sum(tensor.nbytes for tensor in (*self._a.values(), *self._b.values()))
+        return sum(tensor.nbytes for s in self._blocks.values() for tensor in (s.a, s.b, s.scales, s.ranks))
 
     @torch.inference_mode()
     def fill(self, slot: int, weights: LoraWeights) -> None:
-        """Write one adapter into a slot; ranks below the largest are padded with zeros, absent modules scale by 0."""
+        """Write one adapter into a slot; ranks below the largest are padded with zeros, absent modules scale by 0.
+
+        The slot counts as empty (rank 0) until its weights are complete.
+        """
+        for stack in self._blocks.values():
+            for tensor in (stack.ranks, stack.scales, stack.a, stack.b):
+                tensor[:, slot].zero_()
         for name in MODULES:
-            self._a[name][:, slot].zero_()
-            self._b[name][:, slot].zero_()
             for scales in self._scales[name]:
                 scales[slot] = 0.0
         for module in weights.layout.modules():
-            self._a[module.name][module.layer, slot, : module.rank].copy_(weights.a(module))
-            self._b[module.name][module.layer, slot, : module.rank].copy_(weights.b(module).t())
-            self._scales[module.name][module.layer][slot] = module.scaling
+            self.a(module.layer, module.name)[slot, : module.rank].copy_(weights.a(module))
+            self.b(module.layer, module.name)[slot, :, : module.rank].copy_(weights.b(module))
+        for block, stack in self._blocks.items():
+            names = BLOCK_MODULES[block]
+            settings = torch.zeros(2, len(stack.ranks), len(names))  # (rank, scale) by layer and module
+            for (layer, block_of_entry), entry in weights.layout.blocks.items():
+                for module in entry.modules if block_of_entry == block else ():
+                    settings[0, layer, names.index(module.name)] = module.rank
+                    settings[1, layer, names.index(module.name)] = module.scaling
+                    self._scales[module.name][layer][slot] = module.scaling
+            stack.scales[:, slot].copy_(settings[1])
+            stack.ranks[:, slot].copy_(settings[0])
+
+    def block(self, layer: int, block: str) -> BlockStack:
+        """One fused block of one layer, for the grouped kernels."""
+        return self._layers[layer, block]
 
     def scales(self, layer: int, module: str) -> list[float]:
         """Scaling of each slot's adapter for one module, 0 where it has none."""
@@ -89,15 +138,19 @@ class AdapterStacks:
 
     def columns(self, module: str) -> slice:
         """The module's columns in the output of its fused block."""
-        return self._columns[module]
+        block = MODULE_BLOCK[module]
+        index = BLOCK_MODULES[block].index(module)
+        return slice(*self._blocks[block].columns[index : index + 2])
 
     def a(self, layer: int, module: str) -> torch.Tensor:
         """[num_slots, max_rank, in_features] view."""
-        return self._a[module][layer]
+        block = MODULE_BLOCK[module]
+        first = BLOCK_MODULES[block].index(module) * self.max_rank
+        return self._layers[layer, block].a[:, first : first + self.max_rank]
 
     def b(self, layer: int, module: str) -> torch.Tensor:
         """[num_slots, out_features, max_rank] view."""
-        return self._b[module][layer].transpose(1, 2)
+        return self._layers[layer, MODULE_BLOCK[module]].b[:, :, self.columns(module)].transpose(1, 2)
 
 
 class AdapterRegistry:
@@ -111,7 +164,7 @@ class AdapterRegistry:
         device: The model's device.
 
     Attributes:
-        stacks: The weights, for ``ServingProjection``.
+        stacks: The weights, for ``ServingProjection`` and ``DeviceProjection``.
     """
 
     def __init__(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
 import json
 import os
 import platform
@@ -12,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 LLAMA_8B = {
@@ -33,14 +36,27 @@ LLAMA_8B = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LLAMA_TINY = LLAMA_8B | {  # for a try on a small machine
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+}
+SHAPES = {"8b": LLAMA_8B, "tiny": LLAMA_TINY}
 
 
-def make_shape_folder(tokenizer_folder: Path) -> Path:
-    """A model folder with the 8B shape and no weights (for ``--load-format dummy``); any tokenizer serves."""
-    folder = Path(tempfile.mkdtemp(prefix="llama-8b-shape-"))
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+def make_shape_folder(tokenizer_folder: Path | None = None, shape: str = "8b") -> Path:
+    """A model folder with a shape of ``SHAPES`` and no weights (for ``--load-format dummy``).
+
+    Any tokenizer serves; the engine alone needs none.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"llama-{shape}-shape-"))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        if (tokenizer_folder / name).exists():
+        if tokenizer_folder is not None and (tokenizer_folder / name).exists():
             shutil.copy(tokenizer_folder / name, folder / name)
     return folder
 
@@ -68,11 +84,26 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
+@functools.cache
 def card() -> str:
-    """Name of the GPU, else of the processor."""
+    """Name of the GPU, else of the processor; asked of the driver's tool first, which opens no CUDA context here."""
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+        if names and names[0].strip():
+            return names[0].strip()
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()} x{os.cpu_count()}"
+
+
+def versions() -> str:
+    """Versions of Python and of what computes."""
+    found = [f"python {platform.python_version()}"]
+    for name in ("torch", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return " ".join(found)
 
 
 def commit() -> str:

@@ -91,6 +91,12 @@ def _float(low: float, high: float = math.inf, *, low_open: bool = False) -> Cal
     return parse
 
 
+def _switch(raw: object) -> bool:
+    if str(raw).lower() not in ("true", "false"):
+        raise ValueError("expected true or false")
+    return str(raw).lower() == "true"
+
+
 def _metrics_prefix(raw: object) -> str:
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*[:_]", str(raw)):
         raise ValueError("expected letters, digits and _ ending in ':' or '_', such as fineinfer: or vllm:")
@@ -123,6 +129,10 @@ class ModelConfig:
     revision: str | None = _setting(None, _text, "REV", "Branch, tag or commit of a hub model.")
     max_model_len: int | None = _setting(None, _int(1), "TOKENS", "Longest prompt + output; default: the model's own.")
     num_threads: int | None = _setting(None, _int(1), "N", "CPU threads of one operation in the engine.")
+    enforce_eager: bool = _setting(False, _switch, "", "Launch every operation; no CUDA graphs (for debugging).")
+    attention_backend: str = _setting(
+        "auto", _one_of("auto", "reference", "triton"), "NAME", "auto | reference | triton; auto: triton on CUDA."
+    )
     seed: int = _setting(0, _int(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
 
 

@@ -28,6 +28,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of ``x + delta``, and that sum: both [num_tokens, hidden], out of place and differentiable."""
+    x = x + delta
+    return rms_norm(x, weight, eps), x
+
+
 class _SiluAndMul(torch.autograd.Function):
     """Saves its input only and writes both halves of the gradient into one buffer: no copy to join them."""
 
@@ -69,6 +77,40 @@ def store_kv(pool_layer: torch.Tensor, slots: Slots, k: torch.Tensor, v: torch.T
         pool_layer[slots, 1].copy_(v)
     else:
         pool_layer.index_copy_(0, slots, torch.stack((k, v), dim=1).to(pool_layer.dtype))
+
+
+def rope_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    pool_layer: torch.Tensor,
+    num_heads: int,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm (with ``q_norm`` and ``k_norm``) and rotate the query heads in place, and key heads into the pool.
+
+    Unlike the rest of this file it waits for the device: it counts the rows to store.
+
+    Args:
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; its key and value heads stay as they are.
+        cos: [num_tokens, head_dim].
+        sin: As ``cos``.
+        slots: [num_tokens] integer, distinct; of a row with a negative one nothing is stored.
+        pool_layer: [num_slots, 2, num_kv_heads, head_dim].
+        num_heads: Query heads.
+        q_norm: [head_dim] weight of the query heads' norm, or None.
+        k_norm: As ``q_norm``, of the key heads.
+        eps: Of the head norms.
+    """
+    num_kv_heads = pool_layer.shape[2]
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    stored = slots >= 0
+    turned_k = apply_rope(k if k_norm is None else rms_norm(k, k_norm, eps), cos, sin)
+    store_kv(pool_layer, slots[stored].long(), turned_k[stored], v[stored])
+    q.copy_(apply_rope(q if q_norm is None else rms_norm(q, q_norm, eps), cos, sin))
 
 
 def move_slots(pool_layer: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels then run on the CPU
 
 TINY = {
     "hidden_size": 32,
@@ -21,6 +26,12 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where Triton kernels are tested: a GPU, or the CPU in the interpreter (whose bf16 dot is wrong)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -45,12 +45,16 @@ def with_settings(*groups: str, leave_out: tuple[str, ...] = ()) -> Callable[[Ca
 def _option(setting: Setting) -> inspect.Parameter:
     repeatable = setting.default == ()
     shown = setting.help
-    if setting.default not in (None, ()) and "default" not in shown:
+    if setting.default not in (None, (), False) and "default" not in shown:
         shown += f" (default: {setting.default})"
     option = typer.Option(
-        setting.flag, metavar=setting.metavar, help=shown, rich_help_panel=_PANELS[setting.group], show_default=False
+        setting.flag,
+        metavar=setting.metavar or None,
+        help=shown,
+        rich_help_panel=_PANELS[setting.group],
+        show_default=False,
     )
-    kind = list[str] | None if repeatable else str | None
+    kind = bool | None if setting.default is False else list[str] | None if repeatable else str | None
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from fineinfer.messages import (
     ToEngine,
 )
 from fineinfer.request import FinishReason
-from fineinfer.runner.model_runner import ChunkResult, ModelRunner
+from fineinfer.runner.results import ChunkResult, Launched, Runner
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.scheduler import Scheduler
@@ -46,7 +46,7 @@ class EngineParts:
     outbox: Outbox
     desk: RequestDesk
     scheduler: Scheduler
-    runner: ModelRunner
+    runner: Runner
     training: TrainingHost
     ladder: MemoryLadder
     adapters: AdapterRegistry
@@ -71,6 +71,7 @@ class EngineLoop:
         self._eos = frozenset(eos_token_ids)
         self._drain_until_s: float | None = None
         self._stats_at_s = 0.0
+        self._in_flight: deque[Launched] = deque()
         self.stopped = False
 
     def run(self) -> None:
@@ -106,36 +107,56 @@ class EngineLoop:
     # ------------------------------------------------------------ inference
 
     def _run_inference(self, plan: StepPlan) -> bool:
-        if not plan.chunks:
-            return False
-        started_s = time.perf_counter()
-        try:
-            results = self.parts.runner.run(plan.chunks)
-        except Exception:
-            logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
-            results = self._run_one_by_one(plan.chunks)
-        kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
-        self.parts.latency.observe(kind, plan.num_rows, time.perf_counter() - started_s)
+        """Launch the plan, then take in what is due: while the device runs a step, the host commits the one before."""
+        if plan.chunks:
+            try:
+                self._launch(plan.chunks)
+            except Exception:
+                logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
+                self._run_one_by_one(plan.chunks)
+        worked = bool(plan.chunks)
+        while self._in_flight and (not plan.chunks or len(self._in_flight) > self.parts.runner.max_in_flight):
+            self._collect()
+            worked = True
+        return worked
+
+    def _launch(self, chunks: tuple[Chunk, ...]) -> None:
+        self._in_flight.append(self.parts.runner.launch(chunks))
+        for chunk in chunks:
+            self.parts.scheduler.launched(chunk)
+
+    def _collect(self) -> None:
+        step = self._in_flight.popleft()
+        results, seconds = step.collect()
+        self.parts.latency.observe("decode" if step.is_decode else "prefill", step.num_rows, seconds)
         for result in results:
             self._commit(result)
-        return True
 
-    def _run_one_by_one(self, chunks: tuple[Chunk, ...]) -> list[ChunkResult]:
+    def _run_one_by_one(self, chunks: tuple[Chunk, ...]) -> None:
         """Find the request that breaks the forward; the others go on."""
-        results: list[ChunkResult] = []
+        while self._in_flight:
+            self._collect()
         for chunk in chunks:
+            if chunk.sequence.finish_reason is not None:
+                continue
             try:
-                results.extend(self.parts.runner.run((chunk,)))
+                self._launch((chunk,))
             except Exception as error:
                 logger.warning("request %s failed: %s", chunk.sequence.request_id, error)
-                results.append(ChunkResult(chunk, None, failed=True))
-        return results
+                self._fail(chunk.sequence)
+            else:
+                self._collect()
+
+    def _fail(self, sequence: Sequence) -> None:
+        self.parts.desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
 
     def _commit(self, result: ChunkResult) -> None:
         """Record what a chunk produced, send its token, end the request if it is done."""
         sequence, first = result.chunk.sequence, not result.chunk.sequence.output
+        if sequence.finish_reason is not None:  # it ended while this step was in flight
+            return
         if result.failed:
-            self.parts.desk.end(sequence, FinishReason.ERROR, "server_error", "The model produced no usable output.")
+            self._fail(sequence)
             return
         self.parts.scheduler.commit(result.chunk, result.token_id)
         if sequence.num_preemptions == 0:
@@ -168,7 +189,8 @@ class EngineLoop:
                 return FinishReason.STOP, token_id
             if token_id in self._eos and not sequence.sampling.ignore_eos:
                 return FinishReason.STOP, None
-        return (FinishReason.LENGTH, None) if sequence.max_output_left <= 0 else (None, None)
+        ended = len(sequence.prompt) + len(sequence.output) >= sequence.max_total_tokens  # in flight does not count
+        return (FinishReason.LENGTH, None) if ended else (None, None)
 
     def _make_room(self, plan: StepPlan) -> bool:
         dropped_before = self.parts.ladder.num_dropped_layers

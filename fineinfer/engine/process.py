@@ -24,10 +24,10 @@ from fineinfer.engine.memory_plan import (
     MemoryPlan,
     MemoryPlanError,
     make_plan,
-    measure_workspace,
     memory_budget,
 )
 from fineinfer.engine.outbox import Outbox
+from fineinfer.engine.runners import RunnerParts, capture, make_runner, measure_serving, pick_backend
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.statistics import Counters, StatisticsSource
 from fineinfer.engine.training_host import TrainingHost
@@ -40,13 +40,9 @@ from fineinfer.messages import EngineInfo, FromEngine, ToEngine
 from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
 from fineinfer.parent_death import die_with_parent
-from fineinfer.request import SamplingParams
-from fineinfer.runner.model_runner import ModelRunner
 from fineinfer.scheduler.latency_model import LatencyModel
-from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
-from fineinfer.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,7 @@ class Base:
     limits: SchedulerLimits
     max_model_len: int
     device: torch.device
+    runner_parts: RunnerParts
 
 
 def main() -> None:
@@ -113,7 +110,9 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
     adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
     kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    base = Base(model, adapters, limits, max_model_len, device)
+    backend = pick_backend(settings, device)
+    parts = RunnerParts(model.decoder, adapters, limits, device, backend, settings.enforce_eager)
+    base = Base(model, adapters, limits, max_model_len, device, parts)
     plan = plan_memory(settings, budget, base, kv_spec)
     kv_cache = KVCache(
         plan.kv_slots_now,
@@ -143,18 +142,7 @@ def plan_memory(settings: EngineSettings, budget: int, base: Base, kv_spec: KVSp
     """Measure the largest serving forward on a throw-away pool, then divide the budget."""
     model, device = base.model, base.device
     weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
-    num_rows = min(base.limits.max_num_batched_tokens, base.max_model_len)
-    trial = KVCache(num_rows, 1, num_rows, pool=KVPool(kv_spec, num_rows, device))
-    runner = ModelRunner(model.decoder, trial, base.adapters, device)
-
-    def largest_forward() -> None:
-        sequence = Sequence("dry-run", b"", [0] * num_rows, SamplingParams(temperature=0.0), num_rows, 0.0)
-        sequence.row = trial.open_row(num_rows)
-        runner.run((Chunk(sequence, 0, num_rows, samples=True),))
-        if sequence.row is not None:
-            trial.close_row(sequence.row)
-
-    workspace = measure_workspace(largest_forward, device)
+    workspace = measure_serving(base.runner_parts, base.max_model_len, kv_spec)
     trim_heap()
     fixed = {
         "weights": weights,
@@ -186,7 +174,9 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     scheduler = Scheduler(kv_cache, base.limits, POLICIES[settings.policy])
     latency, counters = LatencyModel(), Counters()
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
-    runner = ModelRunner(model.decoder, kv_cache, adapters, device)
+    runner = make_runner(base.runner_parts, kv_cache)
+    if base.runner_parts.captures:
+        print(capture(runner), file=sys.stderr, flush=True)
     info = EngineInfo(
         boot_id=secrets.token_hex(8),
         base_model=settings.base_model,

@@ -33,4 +33,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "deferred"
     deferral_bound_s: float = 1.0
     num_threads: int | None = None
+    enforce_eager: bool = False
+    attention_backend: str = "auto"
     engine_address: str

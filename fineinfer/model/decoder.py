@@ -8,7 +8,7 @@ differentiated with respect to the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from fineinfer.kernels.linear import linear
-from fineinfer.kernels.reference import apply_rope, rms_norm, silu_and_mul
+from fineinfer.kernels.reference import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from fineinfer.model.rope import Rope, Rows
 from fineinfer.model.spec import ModelSpec
 
@@ -24,6 +24,29 @@ from fineinfer.model.spec import ModelSpec
 Project = Callable[[int, str, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 # (layer, q [T, heads, head_dim], k [T, kv_heads, head_dim], v) -> [T, heads, head_dim]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (layer, qkv [T, heads + 2 * kv_heads, head_dim] as projected, neither normed nor rotated) -> [T, heads, head_dim]
+AttendRows = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class LayerOps(NamedTuple):
+    """The operations of a layer besides linear maps and attention.
+
+    Attributes:
+        add_norm: (x, delta or None, weight, eps) -> (norm of x + delta, x + delta); may change ``x`` in place.
+        silu_and_mul: [num_tokens, 2 * intermediate] -> [num_tokens, intermediate].
+    """
+
+    add_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (rms_norm(x, weight, eps), x) if delta is None else add_rms_norm(x, delta, weight, eps)
+
+
+REFERENCE_OPS = LayerOps(_add_norm, silu_and_mul)  # out of place and differentiable
 
 
 def plain_project(
@@ -109,16 +132,49 @@ class Decoder(nn.Module):
         """
         if attend is None:
             raise ValueError("layer needs an attend function")
-        spec, weights = self.spec, cast(DecoderLayer, self.layers[index])
-        h = rms_norm(x, weights.attention_norm, spec.rms_norm_eps)
+        weights = self.weights(index)
+
+        def attend_rows(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            return attend(layer, *self._rotated(qkv, rows, weights))
+
+        x, delta = self.layer_parts(index, x, None, project, attend_rows, REFERENCE_OPS)
+        return x + delta
+
+    def layer_parts(
+        self,
+        index: int,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        project: Project,
+        attend: AttendRows,
+        ops: LayerOps,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer whose residual additions are left to the norms that follow them.
+
+        Args:
+            index: Which layer.
+            x: [num_tokens, hidden_size], the residual stream without ``delta``.
+            delta: What the layer before adds to it; None for the first.
+            project: Linear maps of the four blocks.
+            attend: Attention, the head norms and RoPE included.
+            ops: The other operations.
+
+        Returns:
+            The stream and what this layer adds to it at its end.
+        """
+        spec, weights = self.spec, self.weights(index)
+        h, x = ops.add_norm(x, delta, weights.attention_norm, spec.rms_norm_eps)
         qkv = project(index, "qkv", h, weights.qkv, weights.qkv_bias)
-        qkv = qkv.unflatten(-1, (-1, spec.head_dim))  # [num_tokens, heads + 2 * kv_heads, head_dim]
-        q, k, v = self._rotated(qkv, rows, weights)
-        attended = attend(index, q, k, v).flatten(1)  # [num_tokens, heads * head_dim]
-        x = x + project(index, "o", attended, weights.o, weights.o_bias)
-        h = rms_norm(x, weights.mlp_norm, spec.rms_norm_eps)
-        h = silu_and_mul(project(index, "gate_up", h, weights.gate_up, None))
-        return x + project(index, "down", h, weights.down, None)
+        attended = attend(index, qkv.unflatten(-1, (-1, spec.head_dim))).flatten(1)  # [num_tokens, heads * head_dim]
+        h, x = ops.add_norm(
+            x, project(index, "o", attended, weights.o, weights.o_bias), weights.mlp_norm, spec.rms_norm_eps
+        )
+        h = ops.silu_and_mul(project(index, "gate_up", h, weights.gate_up, None))
+        return x, project(index, "down", h, weights.down, None)
+
+    def weights(self, index: int) -> DecoderLayer:
+        """Weights of one layer."""
+        return cast(DecoderLayer, self.layers[index])
 
     def _rotated(
         self, qkv: torch.Tensor, rows: Rows, weights: DecoderLayer

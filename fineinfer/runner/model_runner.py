@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
 
 import torch
 
@@ -10,30 +10,12 @@ from fineinfer.adapters.batch import serving_project
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import reference
 from fineinfer.memory.kv_cache import KVCache
-from fineinfer.messages import TokenLogprob
 from fineinfer.model.decoder import Decoder
 from fineinfer.runner.forward_batch import DecodeEach, ForwardBatch, build_forward_batch
-from fineinfer.runner.sampler import Choice, Sampler, top_logprobs
+from fineinfer.runner.prompt_logprobs import collect_prompt_logprobs
+from fineinfer.runner.results import ChunkResult, FinishedStep
+from fineinfer.runner.sampler import Choice, Sampler
 from fineinfer.scheduler.plan import Chunk
-
-LOGIT_ROWS = 128  # rows of prompt logits in memory at once: 128 x 128k vocabulary in fp32 is 66 MB
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """What a chunk produced: the chosen token and, where asked for, log-probabilities.
-
-    Attributes:
-        chunk: The chunk that ran.
-        token_id: The sampled token, None for all but a prompt's last chunk.
-        logprob: Its log-probability entry, if the request wants it.
-        failed: The logits were not finite; the request must end with an error, its neighbours are unaffected.
-    """
-
-    chunk: Chunk
-    token_id: int | None
-    logprob: TokenLogprob | None = None
-    failed: bool = False
 
 
 class ModelRunner:
@@ -44,7 +26,13 @@ class ModelRunner:
         kv_cache: Pool and tables.
         adapters: Adapter slots.
         device: Where it all lives.
+
+    Attributes:
+        max_in_flight: None: every step has run when ``launch`` returns.
+        progress: Layers finished since start; a stuck engine shows as a standing count.
     """
+
+    max_in_flight = 0
 
     def __init__(self, decoder: Decoder, kv_cache: KVCache, adapters: AdapterRegistry, device: torch.device) -> None:
         self._decoder = decoder
@@ -56,7 +44,14 @@ class ModelRunner:
         self._device = device
         self._windows = frozenset(decoder.spec.sliding_windows)
         self._sampler = Sampler(decoder.spec.vocab_size, decoder.spec.eos_token_ids, device)
-        self.progress = 0  # layers finished since start; a stuck engine shows as a standing count
+        self.progress = 0
+
+    def launch(self, chunks: tuple[Chunk, ...]) -> FinishedStep:
+        """Run all chunks in one forward."""
+        started_s = time.perf_counter()
+        results = self.run(chunks)
+        num_rows = sum(chunk.length for chunk in chunks)
+        return FinishedStep(results, time.perf_counter() - started_s, num_rows, num_rows == len(chunks))
 
     def run(self, chunks: tuple[Chunk, ...]) -> list[ChunkResult]:
         """Run all chunks in one forward.
@@ -67,7 +62,7 @@ class ModelRunner:
         with torch.inference_mode():
             batch = build_forward_batch(chunks, self._kv, self._windows, self._device)
             hidden = self.forward(batch)
-            self._collect_prompt_logprobs(batch, hidden)
+            collect_prompt_logprobs(self._decoder, batch.chunks, hidden)
             sampling = [chunk for chunk in batch.chunks if chunk.samples]
             sampled: dict[str, Choice] = {}
             if sampling:
@@ -112,20 +107,3 @@ class ModelRunner:
         for layer in range(decoder.spec.num_layers):
             hidden = decoder.layer(layer, hidden, rows, project, attend)
         return hidden
-
-    def _collect_prompt_logprobs(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        first = 0
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
-            num_top = sequence.sampling.prompt_logprobs
-            # after a preemption the prompt runs again, but its entries are complete already
-            if num_top is not None and chunk.start + 1 >= max(1, len(sequence.prompt_logprobs)):
-                if not sequence.prompt_logprobs:
-                    sequence.prompt_logprobs.append(None)
-                stop = min(chunk.start + chunk.length, len(sequence.prompt) - 1)
-                for start in range(chunk.start, stop, LOGIT_ROWS):
-                    end = min(start + LOGIT_ROWS, stop)
-                    rows = hidden[first + start - chunk.start : first + end - chunk.start]
-                    targets = sequence.prompt[start + 1 : end + 1]
-                    sequence.prompt_logprobs.extend(top_logprobs(self._decoder.head(rows).float(), targets, num_top))
-            first += chunk.length

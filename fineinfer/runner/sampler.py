@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fineinfer.kernels import reference_sampling as reference
 from fineinfer.messages import TokenLogprob
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.sequence import Sequence
@@ -21,7 +22,7 @@ MASKED = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A sampled token, its log-probability entry if asked for, or ``failed`` when the logits were not finite."""
+    """A sampled token, its log-probability entry if asked for, or ``failed`` (NaN, infinite or all masked logits)."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -52,70 +53,84 @@ class Sampler:
         Returns:
             S choices. Reported log-probabilities are of the distribution before penalties and truncation.
         """
-        finite = torch.isfinite(logits).all(dim=-1).tolist()
-        greedy = torch.argmax(logits, dim=-1).tolist()
+        token_out, ok_out = torch.empty((2, len(chunks)), dtype=torch.int32, device=self._device)
+        reference.argmax(logits, token_out, ok_out)
+        usable = ok_out.tolist()
+        drawn = [n for n, chunk in enumerate(chunks) if usable[n] and not _is_plain_greedy(chunk.sequence)]
+        if drawn:
+            self._draw(logits, drawn, [chunks[n].sequence for n in drawn], token_out, ok_out)
         choices = []
-        for index, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            if not finite[index]:
-                choices.append(Choice(0, failed=True))
-                continue
-            token_id = greedy[index] if _is_plain_greedy(sequence) else self._draw(logits[index], sequence)
+        for index, (token_id, ok) in enumerate(zip(token_out.tolist(), ok_out.tolist(), strict=True)):
+            num_top = chunks[index].sequence.sampling.logprobs
             logprob = None
-            if sequence.sampling.logprobs is not None:
-                row = logits[index : index + 1]
-                logprob = top_logprobs(row, [token_id], sequence.sampling.logprobs)[0]
-            choices.append(Choice(token_id, logprob))
+            if ok and num_top is not None:
+                logprob = top_logprobs(logits[index : index + 1], [token_id], num_top)[0]
+            choices.append(Choice(token_id, logprob, failed=not ok))
         return choices
 
-    def _draw(self, logits: torch.Tensor, sequence: Sequence) -> int:
-        params = sequence.sampling
-        logits = self._adjust(logits.clone(), sequence)
-        if params.temperature == 0.0:
-            return int(torch.argmax(logits))
-        logits = logits / params.temperature
-        if 0 < params.top_k < self._vocab_size:
-            values, ids = torch.topk(logits, params.top_k)
-        else:
-            values, ids = torch.sort(logits, descending=True, stable=True)
-        probs = torch.softmax(values, dim=-1)
-        if params.min_p > 0.0:
-            probs = torch.where(probs < params.min_p * probs[0], 0.0, probs)
-        if params.top_p < 1.0:
-            mass_before = torch.cumsum(probs, dim=-1) - probs
-            probs = torch.where(mass_before > params.top_p * probs.sum(), 0.0, probs)
-        cumulative = torch.cumsum(probs.double(), dim=-1)
-        draw = uniform(sequence.seed, len(sequence.output)) * float(cumulative[-1])
-        position = int(torch.searchsorted(cumulative, draw, right=True))
-        last = int(torch.count_nonzero(probs)) - 1  # kept tokens are a prefix of the sorted ones
-        return int(ids[min(position, last)])
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        sequences: list[Sequence],
+        token_out: torch.Tensor,
+        ok_out: torch.Tensor,
+    ) -> None:
+        """Sample the ``rows`` of ``logits`` that belong to ``sequences``, into the same rows of the outputs."""
+        adjusted = logits[rows]  # a copy
+        for row, sequence in zip(adjusted, sequences, strict=True):
+            self._adjust(row[None], sequence)
+        params = [sequence.sampling for sequence in sequences]
+        token, ok = torch.empty((2, len(rows)), dtype=torch.int32, device=self._device)
+        reference.sample(
+            adjusted,
+            self._real([item.temperature for item in params]),
+            self._whole([min(item.top_k, self._vocab_size) for item in params]),
+            self._real([item.top_p for item in params]),
+            self._real([item.min_p for item in params]),
+            self._real([uniform(sequence.seed, len(sequence.output)) for sequence in sequences]),
+            token,
+            ok,
+        )
+        token_out[rows], ok_out[rows] = token, ok
 
-    def _adjust(self, logits: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-        """Penalties as transformers (repetition) and OpenAI (presence, frequency) define them, bias, end-token mask."""
+    def _adjust(self, logits: torch.Tensor, sequence: Sequence) -> None:
+        """Penalties, bias and end-token mask on one row [1, vocab_size], in place."""
         params = sequence.sampling
-        if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({*sequence.prompt, *sequence.output}), device=self._device)
-            score = logits[seen]
-            factor = params.repetition_penalty
-            logits[seen] = torch.where(score < 0, score * factor, score / factor)
-        if sequence.output and (params.presence_penalty or params.frequency_penalty):
-            ids, counts = np.unique(np.array(sequence.output, dtype=np.int64), return_counts=True)
-            penalty = params.presence_penalty + params.frequency_penalty * counts
-            logits[torch.from_numpy(ids).to(self._device)] -= torch.from_numpy(penalty).to(logits)
-        if params.logit_bias:
-            ids_list = list(params.logit_bias)
-            bias = torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=self._device)
-            logits[torch.tensor(ids_list, dtype=torch.int64, device=self._device)] += bias
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            prompt, total = len(sequence.prompt), len(sequence.prompt) + len(sequence.output)
+            tokens = self._whole([*sequence.prompt, *sequence.output])
+            lengths = (self._whole([number]) for number in (0, prompt, total))
+            reference.penalize(logits, tokens[None], *lengths, *(self._real([number]) for number in penalties))
+        self._add(logits, list(params.logit_bias.items()))
         if len(sequence.output) < params.min_tokens:
-            ends = [*self._eos, *params.stop_token_ids]
-            logits[torch.tensor(ends, dtype=torch.int64, device=self._device)] = MASKED
-        return logits
+            self._add(logits, [(token_id, MASKED) for token_id in {*self._eos, *params.stop_token_ids}])
+
+    def _add(self, logits: torch.Tensor, changes: list[tuple[int, float]]) -> None:
+        if changes:
+            ids, values = zip(*changes, strict=True)
+            reference.add_at(logits, self._whole([0] * len(ids)), self._whole(list(ids)), self._real(list(values)))
+
+    def _whole(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=self._device)
+
+    def _real(self, numbers: list[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float32, device=self._device)
 
 
 def uniform(seed: int, counter: int) -> float:
     """The counter-th number in [0, 1) of a seed's stream, the same wherever and beside whatever it is drawn."""
-    generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=counter))
-    return float(generator.random())
+    return float(uniforms(seed, counter, 1)[0])
+
+
+def uniforms(seed: int, first: int, count: int) -> np.ndarray:
+    """``uniform(seed, first)`` ... as [count] float64, in one call.
+
+    A step of the counter yields four numbers (Philox4x64), of which a stream takes the first.
+    """
+    generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first))
+    return generator.random(4 * count)[::4]
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:

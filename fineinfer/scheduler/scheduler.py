@@ -96,6 +96,8 @@ class Scheduler:
         """Move waiting requests that fit to the running list; slots missing for the first that does not."""
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
             candidate = self.waiting[0]
+            if candidate.num_in_flight:  # preempted behind a launched step: its newest token is not known yet
+                return 0
             members = [*self.running, candidate]
             peak = peak_tokens((s.num_tokens for s in members), (self.predictor.predict_left(s) for s in members))
             if peak > self._kv.num_slots:
@@ -118,6 +120,8 @@ class Scheduler:
         for decoding in (True, False):
             for sequence in list(self.running):
                 if budget == 0 or sequence.row is None or (sequence.num_uncomputed == 1) != decoding:
+                    continue
+                if sequence.num_in_flight and sequence.max_output_left <= 0:  # its last token is on the way
                     continue
                 length = min(sequence.num_uncomputed, budget)
                 while sequence.row is not None and not self._kv.append(sequence.row, length):
@@ -147,9 +151,14 @@ class Scheduler:
         position = sum(1 for other in self.waiting if other.arrival_s <= sequence.arrival_s)
         self.waiting.insert(position, sequence)
 
-    def commit(self, chunk: Chunk, token_id: int | None) -> None:
-        """Record that a chunk ran and which token its last row chose."""
+    def launched(self, chunk: Chunk) -> None:
+        """Record that a chunk's step is on its way to the device; the next plan builds on it."""
         chunk.sequence.num_computed = chunk.start + chunk.length
+        chunk.sequence.num_in_flight += chunk.samples
+
+    def commit(self, chunk: Chunk, token_id: int | None) -> None:
+        """Record that a launched chunk ran and which token its last row chose."""
+        chunk.sequence.num_in_flight -= chunk.samples
         if token_id is not None:
             chunk.sequence.output.append(token_id)
 

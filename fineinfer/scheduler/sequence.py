@@ -8,7 +8,7 @@ from fineinfer.messages import TokenLogprob
 from fineinfer.request import FinishReason, SamplingParams
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A request's one serialisable state; the scheduler is its only writer.
 
@@ -24,7 +24,8 @@ class Sequence:
         adapter_slot: The adapter's slot, pinned while the request lives; None for the base model.
         output: Generated token ids.
         row: Request table row while it holds KV; None while waiting.
-        num_computed: Tokens whose K and V are in the pool.
+        num_computed: Tokens whose K and V are in the pool once every launched step has run.
+        num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
         num_preemptions: Times its KV was given up and must be recomputed.
         first_scheduled_s: When its first slice was planned.
         prompt_logprobs: Collected entries while the prompt is prefilled.
@@ -45,6 +46,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     row: int | None = None
     num_computed: int = 0
+    num_in_flight: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -52,8 +54,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.prompt) + len(self.output)
+        """Prompt and output tokens so far, those in flight included."""
+        return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens so far, those in flight included."""
+        return len(self.output) + self.num_in_flight
 
     @property
     def max_output_left(self) -> int:
@@ -66,7 +73,7 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids of positions ``[start, stop)``."""
+        """Token ids of positions ``[start, stop)``; those in flight are not among them."""
         num_prompt = len(self.prompt)
         if stop <= num_prompt:
             return self.prompt[start:stop]

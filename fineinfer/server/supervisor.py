@@ -210,6 +210,8 @@ class Supervisor:
             policy=scheduler.policy,
             deferral_bound_s=scheduler.deferral_bound_s,
             num_threads=model.num_threads,
+            enforce_eager=model.enforce_eager,
+            attention_backend=model.attention_backend,
             engine_address=self._address("engine"),
         )
         self._health = EngineHealth()

@@ -123,6 +123,8 @@ for i in range(6):
     parts.scheduler.add(Sequence(f"r{i}", b"x", [7 + i] * 150, SamplingParams(temperature=0.0), 166, time.monotonic()))
 while not parts.scheduler.is_idle() or parts.training.trainer is not None:
     plan = parts.scheduler.plan(time.monotonic(), parts.training.state(time.monotonic()))
+    for chunk in plan.chunks:
+        parts.scheduler.launched(chunk)
     for result in parts.runner.run(plan.chunks) if plan.chunks else ():
         parts.scheduler.commit(result.chunk, result.token_id)
         if result.token_id is not None and result.chunk.sequence.max_output_left <= 0:

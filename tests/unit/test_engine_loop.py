@@ -17,6 +17,7 @@ from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.ipc import Codec
+from fineinfer.kernels import attention_decode
 from fineinfer.messages import (
     AbortRequest,
     AddRequest,
@@ -227,19 +228,54 @@ def test_a_request_keeps_the_version_it_began_with(make, tmp_path):
 def test_a_request_that_breaks_the_forward_ends_alone(make, monkeypatch, caplog):
     want = alone(make, max_tokens=10)
     harness = make()
-    run = harness.parts.runner.run
+    launch = harness.parts.runner.launch
 
     def breaking(chunks):
         if any(chunk.sequence.request_id == "r3" and len(chunk.sequence.output) == 4 for chunk in chunks):
             raise RuntimeError("boom")
-        return run(chunks)
+        return launch(chunks)
 
-    monkeypatch.setattr(harness.parts.runner, "run", breaking)
+    monkeypatch.setattr(harness.parts.runner, "launch", breaking)
     for name, prompt in PROMPTS.items():
         harness.add(name, prompt, max_tokens=10)
     harness.run()
     assert harness.reason("r3") == "error" and len(harness.tokens("r3")) == 4
     assert all(harness.tokens(name) == want[name] for name in PROMPTS if name != "r3")
+
+
+def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, kernel_device):
+    """One step in flight, tokens fed on the device, preemption, adapters and every sampling parameter at once."""
+    monkeypatch.setattr(attention_decode, "TARGET_ITEMS", 4)  # the interpreter pays for every program
+    asked = {
+        "greedy": {"prompt": PROMPTS["r0"]},
+        "drawn": {"prompt": PROMPTS["r1"], "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+        "penalized": {
+            "prompt": PROMPTS["r2"], "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3,
+            "logit_bias": {5: 2.0}, "min_tokens": 20, "ignore_eos": False, "prompt_logprobs": 1,
+        },
+        "adapted": {"prompt": PROMPTS["r3"], "adapter": "a"},
+        "stopped": {"prompt": PROMPTS["r0"], "stop_token_ids": (61,)},
+    }  # fmt: skip
+
+    def run(**settings: object) -> Harness:
+        harness = make(max_num_seqs=4, max_num_batched_tokens=32, **settings)
+        publish(harness, "a", tmp_path / "one", 1)
+        for name, params in asked.items():
+            harness.add(name, **({"max_tokens": 20} | params))
+        harness.run()
+        return harness
+
+    want, got = run(), run(attention_backend="triton", kv_cache_memory_bytes=80 * BYTES_PER_SLOT)
+    for name in asked:
+        assert got.tokens(name) == want.tokens(name) and got.reason(name) == want.reason(name), name
+    assert got.reason("stopped") == "stop" and len(got.tokens("stopped")) < 20
+    entries = [[entry for output in h.outputs["drawn"] for entry in output.logprobs or []] for h in (want, got)]
+    assert [entry.token_id for entry in entries[1]] == got.tokens("drawn")
+    for ours, theirs in zip(*entries, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+    prompts = [h.outputs["penalized"][0].prompt_logprobs for h in (want, got)]
+    assert [e and e.token_id for e in prompts[1]] == [e and e.token_id for e in prompts[0]]
 
 
 def test_aborts_and_refusals_leave_nothing(make):

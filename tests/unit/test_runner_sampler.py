@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from fineinfer.request import InvalidRequestError, SamplingParams
-from fineinfer.runner.sampler import SMALLEST_LOGPROB, Sampler, top_logprobs, uniform
+from fineinfer.runner.sampler import SMALLEST_LOGPROB, Sampler, top_logprobs, uniform, uniforms
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.sequence import Sequence
 
@@ -97,6 +98,33 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours():
     assert choose(rows, sequence([1], [3, 4], temperature=1.0), *others)[:1] == alone
     draws = [uniform(9, n) for n in range(2000)]
     assert len(set(draws)) == 2000 and abs(sum(draws) / 2000 - 0.5) < 0.03 and max(draws) < 1.0 <= 1 + min(draws)
+
+
+@pytest.mark.parametrize("seed", [0, 9, -1, 2**64 - 1])
+def test_a_run_of_uniform_numbers_is_the_single_ones(seed):
+    for first, count in [(0, 0), (0, 1), (3, 7), (2**33, 100)]:
+        single = [
+            np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first + n)).random() for n in range(count)
+        ]
+        assert uniforms(seed, first, count).tolist() == single == [uniform(seed, first + n) for n in range(count)]
+
+
+def test_masked_logits_are_usable_unless_all_are():
+    rows = torch.full((4, VOCAB), float("-inf"))
+    rows[0, 9] = rows[1, 9] = 1.0
+    rows[3, 0], rows[3, 9] = float("inf"), 1.0
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 1.0}
+    sequences = [sequence([1], [], **params) for params in (greedy, drawn, drawn, greedy)]
+    chunks = [Chunk(item, 0, 1, samples=True) for item in sequences]
+    choices = Sampler(VOCAB, (2,), CPU).sample(rows, chunks)
+    assert [(choice.token_id, choice.failed) for choice in choices] == [(9, False), (9, False), (0, True), (0, True)]
+
+
+def test_draws_follow_the_order_of_the_vocabulary():
+    logits = torch.zeros(1, VOCAB)
+    for count in range(20):
+        item = sequence([1], [3] * count, temperature=1.0)
+        assert choose(logits, item) == [int(uniform(item.seed, count) * VOCAB)]
 
 
 def test_non_finite_logits_fail_their_request_only():

@@ -35,6 +35,7 @@ def run_turn(scheduler: Scheduler, now_s: float = 0.0, training: TrainingState =
     """Plan and commit; every sampling chunk yields token 7; requests end at their limit."""
     plan = scheduler.plan(now_s, training)
     for chunk in plan.chunks:
+        scheduler.launched(chunk)
         scheduler.commit(chunk, 7 if chunk.samples else None)
         if chunk.samples and chunk.sequence.max_output_left <= 0:
             scheduler.finish(chunk.sequence, FinishReason.LENGTH)

@@ -1,0 +1,230 @@
+"""Speed of the Triton kernels on a CUDA device, against a plain copy in the same run.
+
+    python benchmarks/kernels.py [--only norm rope_store]
+
+Each line is a CUDA graph of 20 calls that go round over buffers larger than the L2 cache; where even 20 sets of buffers
+fit into it, they are cold all the same: before each replay the cache is filled with something else. The median over the
+replays. Bytes are those the operation has to move (each tensor once). Shapes are those of the 8B model. Prints a table
+and appends to benchmarks/results/kernels.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from harness import LLAMA_8B, versions, write_csv
+
+RESULTS = Path(__file__).parent / "results" / "kernels.csv"
+NUM_ROWS = (1, 64, 256, 4096)
+NUM_CALLS = 20  # in one graph
+ROTATED_BYTES = 256 << 20  # the buffers of one graph together, where 20 sets of them come to so much; the L2 has 50 MB
+FLUSH_BYTES = 128 << 20
+COPY_BYTES = 512 << 20
+POOL_SLOTS = 131_072
+HIDDEN, INNER = int(str(LLAMA_8B["hidden_size"])), int(str(LLAMA_8B["intermediate_size"]))
+HEADS, KV_HEADS = int(str(LLAMA_8B["num_attention_heads"])), int(str(LLAMA_8B["num_key_value_heads"]))
+HEAD_DIM, EPS = int(str(LLAMA_8B["head_dim"])), 1e-5
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Bench:
+    """Measures and keeps the rows of the table.
+
+    Args:
+        repeats: Replays of each graph.
+    """
+
+    repeats: int
+    rows: list[dict[str, object]] = field(default_factory=list)
+    copy_gb_s: float = 0.0
+
+    def bench(self, name: str, call: Callable[[int], Call], num_bytes: int) -> float:
+        """Time one operation, print and keep its row.
+
+        Args:
+            name: Of the row.
+            call: Makes the call on its own set of buffers; called with 0, 1, ..., one set each.
+            num_bytes: What one call reads and writes.
+
+        Returns:
+            Seconds of one call.
+        """
+        num_sets = min(NUM_CALLS, max(2, -(-ROTATED_BYTES // num_bytes)))
+        calls = [call(i) for i in range(num_sets)]
+        for one in calls:  # compiles and warms up outside the graph
+            one()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(NUM_CALLS):
+                calls[i % num_sets]()
+        seconds = median(self._replay(graph) for _ in range(self.repeats)) / NUM_CALLS
+        gb_s = num_bytes / seconds / 1e9
+        self.copy_gb_s = self.copy_gb_s or gb_s  # the copy is measured first
+        percent = 100 * gb_s / self.copy_gb_s
+        row = {"name": name, "us": 1e6 * seconds, "gb_s": gb_s, "percent_of_copy": percent, "bytes": num_bytes}
+        print(f"{name:32s} {row['us']:10.2f} us {gb_s:9.1f} GB/s {percent:6.1f} % of copy", flush=True)
+        self.rows.append(row)
+        return seconds
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Seconds of one replay on a cold cache."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        _flush_buffer().sum()  # read, not written: lines to write back would slow down the first calls
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.zeros(FLUSH_BYTES // 4, device="cuda")
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Random bf16 values on the device."""
+    return torch.randn(*shape, dtype=torch.bfloat16, device="cuda")
+
+
+def copy(bench: Bench) -> None:
+    """The yardstick; first in every run."""
+
+    def call(_: int) -> Call:
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    bench.bench("copy", call, 2 * COPY_BYTES)
+
+
+def norm(bench: Bench) -> None:
+    from fineinfer.kernels.norm import add_rms_norm, rms_norm
+
+    weight = noise(HIDDEN)
+
+    def plain(_: int, rows: int) -> Call:
+        x, out = noise(rows, HIDDEN), noise(rows, HIDDEN)
+        return lambda: rms_norm(x, weight, EPS, out)
+
+    def added(_: int, rows: int) -> Call:
+        x, out = noise(rows, HIDDEN), noise(rows, HIDDEN)
+        delta = torch.zeros_like(x)  # x is updated in place, often
+        return lambda: add_rms_norm(x, delta, weight, EPS, out)
+
+    for rows in NUM_ROWS:
+        size = 2 * rows * HIDDEN  # bytes of one [rows, hidden]
+        bench.bench(f"rms_norm {rows}", functools.partial(plain, rows=rows), 2 * size)
+        bench.bench(f"add_rms_norm {rows}", functools.partial(added, rows=rows), 4 * size)
+
+
+def activation(bench: Bench) -> None:
+    from fineinfer.kernels.activation import silu_and_mul
+
+    def call(_: int, rows: int) -> Call:
+        gate_up, out = noise(rows, 2 * INNER), noise(rows, INNER)
+        return lambda: silu_and_mul(gate_up, out)
+
+    for rows in NUM_ROWS:
+        bench.bench(f"silu_and_mul {rows}", functools.partial(call, rows=rows), 2 * rows * 3 * INNER)
+
+
+def rope_store(bench: Bench) -> None:
+    from fineinfer.kernels.rope_store import rope_and_store
+
+    pool_layer = noise(POOL_SLOTS, 2, KV_HEADS, HEAD_DIM)
+    slots_in_any_order = torch.randperm(POOL_SLOTS, device="cuda")
+
+    def call(index: int, rows: int) -> Call:
+        qkv = noise(rows, HEADS + 2 * KV_HEADS, HEAD_DIM)
+        angle = torch.rand(rows, HEAD_DIM, device="cuda")
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        slots = slots_in_any_order[index * rows : (index + 1) * rows]
+        return lambda: rope_and_store(qkv, cos, sin, slots, pool_layer, HEADS)
+
+    for rows in NUM_ROWS:
+        # query heads are read and written, key and value heads read and stored; cosine and sine, slots
+        values = 2 * (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * HEAD_DIM
+        bench.bench(f"rope_and_store {rows}", functools.partial(call, rows=rows), rows * (2 * values + 8))
+
+
+def lora(bench: Bench) -> None:
+    """Shrink and expand of the fused blocks: rows sorted by adapter, 8 adapters of rank 16 in stacks of rank 64."""
+    from fineinfer.kernels.lora import BLOCK_ROWS, lora_expand, lora_shrink
+
+    num_slots, rank, max_rank = 8, 16, 64
+    kv = KV_HEADS * HEAD_DIM
+    blocks = {  # in_features, first column of each module and the end
+        "qkv": (HIDDEN, (0, HEADS * HEAD_DIM, HEADS * HEAD_DIM + kv, HEADS * HEAD_DIM + 2 * kv)),
+        "o": (HEADS * HEAD_DIM, (0, HIDDEN)),
+        "gate_up": (HIDDEN, (0, INNER, 2 * INNER)),
+        "down": (INNER, (0, HIDDEN)),
+    }
+
+    def call(_: int, rows: int, in_features: int, columns: tuple[int, ...]) -> Call:
+        modules, each = len(columns) - 1, -(-rows // num_slots)
+        block_m = next((size for size in BLOCK_ROWS if size >= each), BLOCK_ROWS[-1])
+        ends = [min(rows, (slot + 1) * each) for slot in range(num_slots)]
+        tiles = [
+            (first, min(block_m, end - first), slot)
+            for slot, end in enumerate(ends)
+            for first in range(min(rows, slot * each), end, block_m)
+        ]
+        tile_table = torch.tensor(tiles, dtype=torch.int32, device="cuda")
+        ranks = torch.full((num_slots, modules), rank, dtype=torch.int32, device="cuda")
+        scales = torch.full((num_slots, modules), 1e-3, device="cuda")  # y is added to in place, often
+        a, b = noise(num_slots, modules * max_rank, in_features), noise(num_slots, max_rank, columns[-1])
+        x, y = noise(rows, in_features), noise(rows, columns[-1])
+
+        def both() -> None:
+            shrunk = lora_shrink(x, a, ranks, tile_table, max_rank, block_m)
+            lora_expand(shrunk, b, scales, ranks, tile_table, max_rank, block_m, columns, y)
+
+        return both
+
+    for rows in NUM_ROWS:
+        for name, (in_features, columns) in blocks.items():
+            used = min(num_slots, rows)
+            weights = used * rank * ((len(columns) - 1) * in_features + columns[-1])
+            make = functools.partial(call, rows=rows, in_features=in_features, columns=columns)
+            # the partial sums between the two kernels are not counted: a fused kernel would not move them
+            bench.bench(f"lora {name} {rows}", make, 2 * (weights + rows * (in_features + 2 * columns[-1])))
+
+
+# One entry a kernel file. An entry calls ``bench.bench(name, make_call, bytes)`` for each of its shapes.
+ENTRIES: dict[str, Callable[[Bench], None]] = {
+    "norm": norm,
+    "activation": activation,
+    "rope_store": rope_store,
+    "lora": lora,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ENTRIES, default=list(ENTRIES))
+    parser.add_argument("--repeats", type=int, default=50, help="replays of each graph")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: benchmarks/kernels.py needs a CUDA device", file=sys.stderr)
+        return 1
+    table = Bench(args.repeats)
+    for entry in (copy, *(ENTRIES[name] for name in args.only)):
+        entry(table)
+        torch.cuda.empty_cache()
+    write_csv(RESULTS, [row | {"versions": versions()} for row in table.rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Which runner serves on this device, and what its largest step takes of memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.engine.memory_plan import measure_workspace
+from fineinfer.engine.settings import EngineSettings
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.memory.kv_pool import KVPool, KVSpec
+from fineinfer.model.decoder import Decoder
+from fineinfer.request import SamplingParams
+from fineinfer.runner.model_runner import ModelRunner
+from fineinfer.runner.results import Runner
+from fineinfer.scheduler.plan import Chunk
+from fineinfer.scheduler.scheduler import SchedulerLimits
+from fineinfer.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from fineinfer.runner.device_runner import DeviceRunner
+
+SAMPLING_BYTES_PER_LOGIT = 12  # logits, an fp32 copy for penalties, log-probabilities
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What every runner of one engine is made of, besides its KV cache.
+
+    Attributes:
+        decoder: The base model.
+        adapters: Adapter slots.
+        limits: Bounds of one forward.
+        device: Where they live.
+        backend: ``reference`` or ``triton``.
+        enforce_eager: No CUDA graphs.
+    """
+
+    decoder: Decoder
+    adapters: AdapterRegistry
+    limits: SchedulerLimits
+    device: torch.device
+    backend: str
+    enforce_eager: bool
+
+    @property
+    def captures(self) -> bool:
+        """Whether decode steps are captured."""
+        return self.backend == "triton" and self.device.type == "cuda" and not self.enforce_eager
+
+
+def pick_backend(settings: EngineSettings, device: torch.device) -> str:
+    """``auto`` is the Triton kernels on CUDA and the reference operations elsewhere.
+
+    Raises:
+        ValueError: Triton was asked for where it cannot run.
+    """
+    if settings.attention_backend != "auto":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if settings.attention_backend == "triton" and device.type == "cpu" and not interpreted:
+            raise ValueError("--attention-backend triton needs a CUDA device (or TRITON_INTERPRET=1, for debugging)")
+        return settings.attention_backend
+    return "triton" if device.type == "cuda" else "reference"
+
+
+def make_runner(parts: RunnerParts, kv_cache: KVCache) -> Runner:
+    """The runner that serves, without its graphs.
+
+    Raises:
+        ValueError: A shape that the chosen kernels cannot serve.
+    """
+    if parts.backend == "reference":
+        return ModelRunner(parts.decoder, kv_cache, parts.adapters, parts.device)
+    return _device_runner(parts, kv_cache)
+
+
+def _device_runner(parts: RunnerParts, kv_cache: KVCache) -> DeviceRunner:
+    from fineinfer.runner.device_runner import DeviceRunner  # imports Triton
+
+    return DeviceRunner(parts.decoder, kv_cache, parts.adapters, parts.limits.max_num_batched_tokens, parts.device)
+
+
+def capture(runner: Runner) -> str:
+    """Capture the decode steps; a line that says how many, in what time and memory."""
+    graphs = runner.capture_graphs()  # type: ignore[attr-defined]
+    mib = graphs.pool_bytes / 2**20
+    return f"captured {graphs.num_graphs} decode graphs in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
+
+
+def measure_serving(parts: RunnerParts, max_model_len: int, spec: KVSpec) -> int:
+    """Bytes that serving needs besides weights, adapters and the pool: measured on a throw-away pool.
+
+    Runs the largest prefill and, where decode is captured, the largest decode step.
+    """
+    limits = parts.limits
+    num_rows = min(limits.max_num_batched_tokens, max_model_len)
+    max_seqs = limits.max_num_seqs if parts.backend == "triton" else 1
+    trial = KVCache(
+        num_rows,
+        max_seqs,
+        max(num_rows, max_model_len if parts.backend == "triton" else 0),
+        pool=KVPool(spec, num_rows, parts.device),
+    )
+    graph_bytes = 0
+
+    def largest_forward() -> None:
+        nonlocal graph_bytes
+        runner = make_runner(parts, trial)
+        sequence = Sequence("dry-run", b"", [0] * num_rows, SamplingParams(temperature=0.0), num_rows, 0.0)
+        sequence.row = trial.open_row(num_rows)
+        runner.launch((Chunk(sequence, 0, num_rows, samples=True),)).collect()
+        if sequence.row is not None:
+            trial.close_row(sequence.row)
+        if parts.captures:
+            graph_bytes = runner.capture_largest()  # type: ignore[attr-defined]
+
+    workspace = measure_workspace(largest_forward, parts.device)
+    if parts.backend == "triton":
+        workspace += graph_bytes + max_seqs * parts.decoder.spec.vocab_size * SAMPLING_BYTES_PER_LOGIT
+    return workspace

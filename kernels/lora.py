@@ -1,0 +1,305 @@
+"""Grouped LoRA for serving: ``y += scale * (x @ A.T) @ B.T`` each run of rows with its own adapter, two launches.
+
+A fused block holds up to three modules of one input (q, k, v): the shrink kernel makes ``x @ A.T`` of all of them as
+split-K partial sums in fp32, the expand kernel adds them up, multiplies by B and adds to the base output. Which rows
+use which adapter, and at what rank and scale, is data in device tensors, so both can be captured in a CUDA graph; tiles
+and rank blocks that do not exist exit at once. Source of the shrink/expand cut: Punica (Chen et al., 2023).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = (16, 64)  # rows of a tile: decode, prefill
+BLOCK_RANK = 16  # smallest side tl.dot takes; a rank of 4 pays for 16
+MAX_MODULES = 3
+MIN_SPLIT = 512  # input features that one program of the shrink kernel sums up at least, if it splits
+MAX_SPLITS = 16
+SPLIT_TILES = 64  # tiles x splits up to which splitting pays; times modules it fills 132 SMs
+_BLOCK_IN = {16: 128, 64: 64}  # by rows of a tile
+_BLOCK_OUT = 128
+
+
+def shrink_splits(num_rows: int, in_features: int, block_m: int) -> int:
+    """Split-K parts of the shrink of a batch, a power of two: 8 for 64 decode rows of 4096, 1 for thousands of rows."""
+    tiles = max(1, triton.cdiv(num_rows, block_m))
+    most = max(1, min(MAX_SPLITS, in_features // MIN_SPLIT, SPLIT_TILES // tiles))
+    return 1 << (most.bit_length() - 1)
+
+
+def shrunk_elements(max_rows: int, in_features: int, width: int) -> int:
+    """Most fp32 values that the shrunk batch [splits, rows, width] holds for any batch of up to ``max_rows`` rows."""
+    splits = shrink_splits(1, in_features, BLOCK_ROWS[0])
+    return max(max_rows, min(splits * max_rows, SPLIT_TILES * BLOCK_ROWS[-1])) * width
+
+
+def lora_shrink(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    ranks: torch.Tensor,
+    tiles: torch.Tensor,
+    max_rank: int,
+    block_m: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each tile's rows times its adapter's A, for all modules of a fused block, as split-K partial sums.
+
+    Args:
+        x: [num_rows, in_features], rows may be strided.
+        a: [num_slots, num_modules * max_rank, in_features] in ``x``'s dtype; module m's rows start at m * max_rank.
+        ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module; A is not read past them.
+        tiles: [num_tiles, 3] int32: first row, number of rows (at most ``block_m``; 0 is padding), slot.
+        max_rank: Largest rank.
+        block_m: Rows of a tile, one of ``BLOCK_ROWS``.
+        out: [num_splits, num_rows, num_modules * max_rank] fp32 or None (then ``shrink_splits`` decides). Only blocks
+            of ``BLOCK_RANK`` columns that begin below a module's rank are written, in rows of tiles.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit.
+    """
+    num_rows, in_features = x.shape
+    width = a.shape[1]
+    if out is None:
+        shape = (shrink_splits(num_rows, in_features, block_m), num_rows, width)
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    num_modules = _check(ranks, tiles, max_rank, block_m)
+    if width != num_modules * max_rank or a.shape[2] != in_features or a.dtype != x.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} does not fit A {tuple(a.shape)} {a.dtype}, rank {max_rank}")
+    if out.shape[1:] != (num_rows, width) or out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"out {tuple(out.shape)} {out.dtype} must be contiguous fp32 [splits, {num_rows}, {width}]")
+    if x.stride(1) != 1 or a.stride(2) != 1:
+        raise ValueError("the input features of x and A must be contiguous")
+    if num_rows == 0 or tiles.shape[0] == 0:
+        return out
+    num_splits, block_in = out.shape[0], _BLOCK_IN[block_m]
+    rank_blocks = triton.cdiv(max_rank, BLOCK_RANK)
+    _shrink_kernel[(tiles.shape[0], num_modules * rank_blocks, num_splits)](
+        x,
+        a,
+        ranks,
+        tiles,
+        out,
+        in_features,
+        triton.cdiv(in_features, num_splits * block_in) * block_in,
+        x.stride(0),
+        a.stride(0),
+        a.stride(1),
+        num_rows * width,
+        MODULES=num_modules,
+        MAX_RANK=max_rank,
+        RANK_BLOCKS=rank_blocks,
+        BLOCK_M=block_m,
+        BLOCK_R=BLOCK_RANK,
+        BLOCK_K=block_in,
+        num_warps=2 if block_m == 16 else 4,
+        num_stages=4,
+    )
+    return out
+
+
+def lora_expand(
+    shrunk: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    ranks: torch.Tensor,
+    tiles: torch.Tensor,
+    max_rank: int,
+    block_m: int,
+    columns: tuple[int, ...],
+    y: torch.Tensor,
+) -> torch.Tensor:
+    """Add each tile's adapter to the base output of a fused block, in place.
+
+    Args:
+        shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
+        b: [num_slots, max_rank, out_features] in ``y``'s dtype, not read past an adapter's rank.
+        scales: [num_slots, num_modules] fp32.
+        ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
+        tiles: [num_tiles, 3] int32 as for ``lora_shrink``.
+        max_rank: Largest rank.
+        block_m: Rows of a tile, one of ``BLOCK_ROWS``.
+        columns: First output column of each module, then out_features.
+        y: [num_rows, out_features], rows may be strided; added to in fp32 and rounded once.
+
+    Returns:
+        ``y``.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not fit.
+    """
+    num_modules = _check(ranks, tiles, max_rank, block_m)
+    num_splits, num_rows, width = shrunk.shape
+    if scales.shape != ranks.shape or scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise ValueError(f"scales {tuple(scales.shape)} {scales.dtype} must be contiguous fp32 {tuple(ranks.shape)}")
+    if width != num_modules * max_rank or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
+        raise ValueError(f"shrunk {tuple(shrunk.shape)} {shrunk.dtype} does not fit rank {max_rank} in contiguous fp32")
+    if len(columns) != num_modules + 1 or b.shape[1:] != (max_rank, columns[-1]) or b.dtype != y.dtype:
+        raise ValueError(f"B {tuple(b.shape)} {b.dtype} does not fit columns {columns} and {y.dtype}")
+    if y.shape != (num_rows, columns[-1]) or y.stride(1) != 1 or b.stride(2) != 1:
+        raise ValueError(f"y {tuple(y.shape)} must be [{num_rows}, {columns[-1]}], its columns and B's contiguous")
+    if num_splits & (num_splits - 1):
+        raise ValueError(f"num_splits {num_splits} is no power of two")
+    if num_rows == 0 or tiles.shape[0] == 0:
+        return y
+    ends = [*columns[1:], columns[-1], columns[-1]]  # modules that do not exist have no columns
+    blocks = sum(triton.cdiv(end - start, _BLOCK_OUT) for start, end in itertools.pairwise(columns))
+    _expand_kernel[(tiles.shape[0], blocks)](
+        shrunk,
+        b,
+        scales,
+        ranks,
+        tiles,
+        y,
+        num_rows * width,
+        b.stride(0),
+        b.stride(1),
+        y.stride(0),
+        MODULES=num_modules,
+        MAX_RANK=max_rank,
+        END0=ends[0],
+        END1=ends[1],
+        END2=ends[2],
+        SPLITS=num_splits,
+        BLOCK_M=block_m,
+        BLOCK_R=BLOCK_RANK,
+        BLOCK_N=_BLOCK_OUT,
+        num_warps=4,
+        num_stages=2,
+    )
+    return y
+
+
+def _check(ranks: torch.Tensor, tiles: torch.Tensor, max_rank: int, block_m: int) -> int:
+    """The number of modules; ValueError if what says who uses what is malformed."""
+    num_modules = ranks.shape[1]
+    if not 1 <= num_modules <= MAX_MODULES or ranks.dtype != torch.int32 or not ranks.is_contiguous():
+        raise ValueError(f"ranks {tuple(ranks.shape)} {ranks.dtype} must be contiguous int32 [slots, 1 to 3]")
+    if tiles.shape[1] != 3 or tiles.dtype != torch.int32 or not tiles.is_contiguous():
+        raise ValueError(f"tiles {tuple(tiles.shape)} {tiles.dtype} must be contiguous int32 [num_tiles, 3]")
+    if max_rank < 1 or block_m not in BLOCK_ROWS:
+        raise ValueError(f"max_rank {max_rank} must be at least 1, block_m {block_m} one of {BLOCK_ROWS}")
+    return num_modules
+
+
+@triton.jit(do_not_specialize=["out_split_stride"])  # type: ignore[untyped-decorator]
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    x,
+    a,
+    ranks,
+    tiles,
+    out,
+    in_features,
+    features_per_split,
+    x_row_stride,
+    a_slot_stride,
+    a_row_stride,
+    out_split_stride,
+    MODULES: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 3
+    num_rows = tl.load(tile + 1)
+    if num_rows == 0:
+        return
+    first_row, slot = tl.load(tile).to(tl.int64), tl.load(tile + 2).to(tl.int64)
+    module = tl.program_id(1) // RANK_BLOCKS
+    rank = tl.load(ranks + slot * MODULES + module)
+    first_rank = (tl.program_id(1) % RANK_BLOCKS) * BLOCK_R
+    if first_rank >= rank:
+        return
+    split = tl.program_id(2)
+
+    member = tl.arange(0, BLOCK_M)
+    index = first_rank + tl.arange(0, BLOCK_R)  # of the module's rank
+    row = first_row + member
+    is_row, is_rank = member < num_rows, index < rank
+    a_rows = a + slot * a_slot_stride + (module * MAX_RANK + index).to(tl.int64) * a_row_stride  # [BLOCK_R]
+    x_rows = x + row * x_row_stride  # [BLOCK_M]
+    start = split * features_per_split
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    for first in range(start, tl.minimum(start + features_per_split, in_features), BLOCK_K):
+        feature = first + tl.arange(0, BLOCK_K)
+        is_feature = feature < in_features
+        # [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_R]
+        x_block = tl.load(x_rows[:, None] + feature[None, :], mask=is_row[:, None] & is_feature[None, :], other=0.0)
+        a_block = tl.load(a_rows[None, :] + feature[:, None], mask=is_rank[None, :] & is_feature[:, None], other=0.0)
+        acc = tl.dot(x_block, a_block, acc, input_precision="ieee")
+    place = out + split.to(tl.int64) * out_split_stride + row * (MODULES * MAX_RANK)  # [BLOCK_M]
+    fits = is_row[:, None] & (index < MAX_RANK)[None, :]
+    tl.store(place[:, None] + (module * MAX_RANK + index)[None, :], acc, mask=fits)
+
+
+@triton.jit(do_not_specialize=["shrunk_split_stride"])  # type: ignore[untyped-decorator]
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    shrunk,
+    b,
+    scales,
+    ranks,
+    tiles,
+    y,
+    shrunk_split_stride,
+    b_slot_stride,
+    b_row_stride,
+    y_row_stride,
+    MODULES: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    END0: tl.constexpr,
+    END1: tl.constexpr,
+    END2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 3
+    num_rows = tl.load(tile + 1)
+    if num_rows == 0:
+        return
+    first_row, slot = tl.load(tile).to(tl.int64), tl.load(tile + 2).to(tl.int64)
+    # column blocks are counted module by module, so that none straddles two
+    block = tl.program_id(1)
+    until_1: tl.constexpr = (END0 + BLOCK_N - 1) // BLOCK_N
+    until_2: tl.constexpr = until_1 + (END1 - END0 + BLOCK_N - 1) // BLOCK_N
+    module = tl.where(block >= until_2, 2, tl.where(block >= until_1, 1, 0))
+    first_column = tl.where(block >= until_2, END1, tl.where(block >= until_1, END0, 0))
+    end_column = tl.where(block >= until_2, END2, tl.where(block >= until_1, END1, END0))
+    block -= tl.where(block >= until_2, until_2, tl.where(block >= until_1, until_1, 0))
+    rank = tl.load(ranks + slot * MODULES + module)
+    if rank == 0:
+        return
+    scale = tl.load(scales + slot * MODULES + module)
+
+    member = tl.arange(0, BLOCK_M)
+    row = first_row + member
+    column = first_column + block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = member < num_rows, column < end_column
+    shrunk_rows = shrunk + row * (MODULES * MAX_RANK) + module * MAX_RANK  # [BLOCK_M]
+    b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
+    places = y + row[:, None] * y_row_stride + column[None, :]
+    is_place = is_row[:, None] & is_column[None, :]
+    # read first, so that it is on its way during the products
+    base = tl.load(places, mask=is_place, other=0.0).to(tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, rank, BLOCK_R):
+        index = first + tl.arange(0, BLOCK_R)
+        is_rank = index < rank
+        mask = is_row[:, None] & is_rank[None, :]
+        summed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+        for split in tl.static_range(SPLITS):  # unrolled: the loads of all parts are in flight together
+            part = shrunk_rows + split * shrunk_split_stride.to(tl.int64)
+            summed += tl.load(part[:, None] + index[None, :], mask=mask, other=0.0)
+        b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+        b_block = tl.load(b_rows, mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        acc = tl.dot(summed.to(b_block.dtype), b_block, acc, input_precision="ieee")
+    tl.store(places, (base + scale * acc).to(y.dtype.element_ty), mask=is_place)

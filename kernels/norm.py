@@ -1,0 +1,116 @@
+"""Root-mean-square norm of token rows, alone or with the residual addition before it, one program per row.
+
+Twins: ``reference.rms_norm`` and ``reference.add_rms_norm``. Half types are normalised in fp32, rounded, then scaled
+in their own type, as transformers does; so the product with the weight is rounded a second time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_HIDDEN = 16384  # a row is held in registers: 32 values for each of 512 threads
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rms_norm_kernel(
+    x_ptr: tl.tensor,
+    delta_ptr: tl.tensor,  # None: plain norm
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    x_stride: tl.tensor,
+    delta_stride: tl.tensor,
+    out_stride: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    dtype = out_ptr.dtype.element_ty
+    wide = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0)
+        rounded = (wide + delta.to(tl.float32)).to(dtype)
+        tl.store(x_ptr + row * x_stride + column, rounded, mask=inside)
+        wide = rounded.to(tl.float32)  # the norm is that of the stream as stored
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = weight * (wide * inverse).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + column, normed.to(dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Norm of each row, scaled.
+
+    Args:
+        x: [num_tokens, hidden], rows may be strided.
+        weight: [hidden], in ``x``'s dtype.
+        eps: Added to the mean square.
+        out: As ``x``, or None for a new tensor; may be ``x`` itself.
+
+    Returns:
+        ``out``, [num_tokens, hidden].
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit.
+    """
+    return _launch(x, None, weight, eps, out)
+
+
+def add_rms_norm(
+    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x += delta`` in place, then the norm of the new ``x``.
+
+    Args:
+        x: [num_tokens, hidden], the residual stream; rows may be strided.
+        delta: As ``x``.
+        weight: [hidden], in ``x``'s dtype.
+        eps: Added to the mean square.
+        out: As ``x``, or None for a new tensor; may be ``delta`` itself, not ``x``.
+
+    Returns:
+        ``out``, [num_tokens, hidden].
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit.
+    """
+    if delta.shape != x.shape or delta.dtype != x.dtype or delta.stride(1) != 1:
+        raise ValueError(f"delta {list(delta.shape)} {delta.dtype} does not fit x {list(x.shape)} {x.dtype}")
+    if out is x:
+        raise ValueError("out must not be x, which receives the sum")
+    return _launch(x, delta, weight, eps, out)
+
+
+def _launch(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    num_tokens, hidden = x.shape
+    if weight.shape != (hidden,) or weight.dtype != x.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"weight {list(weight.shape)} {weight.dtype} does not fit x {list(x.shape)} {x.dtype}")
+    if not 0 < hidden <= MAX_HIDDEN:
+        raise ValueError(f"hidden is {hidden}, must be 1 to {MAX_HIDDEN}")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    elif out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {x.dtype}")
+    if num_tokens == 0:
+        return out
+    block, num_warps = _block(hidden)
+    delta_stride = 0 if delta is None else delta.stride(0)
+    _rms_norm_kernel[(num_tokens,)](
+        x, delta, weight, out, eps, x.stride(0), delta_stride, out.stride(0), hidden, block, num_warps=num_warps
+    )
+    return out
+
+
+def _block(hidden: int) -> tuple[int, int]:
+    """Block of a whole row and its warps: 16 values a thread, and never more threads than values.
+
+    A value held by two threads could be read by the second after the first has written the sum over it.
+    """
+    block = max(128, triton.next_power_of_2(hidden))
+    return block, min(16, max(1, block // 512))
