@@ -201,12 +201,86 @@ def lora(bench: Bench) -> None:
             bench.bench(f"lora {name} {rows}", make, 2 * (weights + rows * (in_features + 2 * columns[-1])))
 
 
+def attention_decode(bench: Bench) -> None:
+    """One token a row over scattered slots; bytes are those of its keys and values."""
+    from fineinfer.kernels import attention_decode as kernel
+
+    pool_layer = noise(4 * POOL_SLOTS, 2, KV_HEADS, HEAD_DIM)  # 2 GB
+    slots = torch.randperm(4 * POOL_SLOTS, device="cuda", dtype=torch.int32)
+
+    def call(index: int, lengths: list[int]) -> Call:
+        table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device="cuda")
+        first = index * sum(lengths)
+        for row, length in enumerate(lengths):
+            # runs of slots, as the allocator gives them
+            start = int(slots[(first + row) % len(slots)]) % (len(slots) - length)
+            table[row, :length] = torch.arange(start, start + length, device="cuda")
+        sizes = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        rows = torch.arange(len(lengths), dtype=torch.int32, device="cuda")
+        work = kernel.DecodePlan.allocate(len(lengths), HEADS, HEAD_DIM, None, torch.device("cuda"))
+        q = noise(len(lengths), HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
+        out = torch.empty(len(lengths), HEADS, HEAD_DIM, dtype=q.dtype, device="cuda")
+        kernel.plan(sizes, work)
+        return lambda: kernel.attention_decode(q, pool_layer, table, rows, sizes, work, out)
+
+    cases = {
+        "1 x 300": [300],
+        "1 x 4000": [4000],
+        "16 x 500": [500] * 16,
+        "64 x 1000": [1000] * 64,
+        "256 x 430": [430] * 256,
+        "256 x 20..2000": [20 + 1980 * i * i // 65025 for i in range(256)],
+    }
+    for name, lengths in cases.items():
+        size = sum(lengths) * 2 * KV_HEADS * HEAD_DIM * 2
+        bench.bench(f"attention_decode {name}", functools.partial(call, lengths=lengths), size)
+
+
+def attention_prefill(bench: Bench) -> None:
+    """Whole prompts over gathered slots, and flash attention over contiguous rows beside it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    from fineinfer.kernels import attention_prefill as kernel
+
+    pool_layer = noise(POOL_SLOTS, 2, KV_HEADS, HEAD_DIM)
+
+    def ours(_: int, lengths: list[int]) -> Call:
+        table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32, device="cuda")
+        order = torch.randperm(POOL_SLOTS, device="cuda", dtype=torch.int32)
+        spans, first = [], 0
+        for row, length in enumerate(lengths):
+            table[row, :length] = order[first : first + length]
+            spans.append((first, length, 0, row))
+            first += length
+        tiles = torch.from_numpy(kernel.tiles(spans, kernel.block_rows(torch.bfloat16))).cuda()
+        q = noise(first, HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
+        out = torch.empty(first, HEADS, HEAD_DIM, dtype=q.dtype, device="cuda")
+        return lambda: kernel.attention_prefill(q, pool_layer, table, tiles, out)
+
+    def flash(_: int, lengths: list[int]) -> Call:
+        total = sum(lengths)
+        q, k, v = (noise(total, HEADS, HEAD_DIM) for _ in range(3))
+        ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        longest = max(lengths)
+        return lambda: varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0))
+
+    for lengths in ([1024] * 4, [256] * 16, [200] * 20, [8192]):
+        flops = sum(2 * HEADS * HEAD_DIM * length * length for length in lengths)  # causal: half of 4 n^2 d
+        size = sum(lengths) * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
+        shape = f"{len(lengths)} x {lengths[0]}"
+        for name, make in (("attention_prefill", ours), ("varlen_attn", flash)):
+            seconds = bench.bench(f"{name} {shape}", functools.partial(make, lengths=lengths), size)
+            print(f"{'':32s} {flops / seconds / 1e12:10.1f} TFLOP/s")
+
+
 # One entry a kernel file. An entry calls ``bench.bench(name, make_call, bytes)`` for each of its shapes.
 ENTRIES: dict[str, Callable[[Bench], None]] = {
     "norm": norm,
     "activation": activation,
     "rope_store": rope_store,
     "lora": lora,
+    "attention_decode": attention_decode,
+    "attention_prefill": attention_prefill,
 }
 
 

@@ -5,7 +5,7 @@
 Starts the engine process as the supervisor starts it and sends requests of token ids to its socket. Everything after
 ``--`` are engine flags of `fineinfer serve`. Without --model the 8B shape with random weights is served. Cases:
 
-    sharegpt  the first 1000 (prompt, output) pairs of --lengths, all at once (P1; shared/peers/vllm_offline.py)
+    sharegpt  the first 1000 (prompt, output) pairs of --lengths, all at once (P1)
     256x256   the first 256 prompts x 256 outputs, all at once (P1)
     single    one request of 128 tokens in, 256 out (P2); median of 3
     lora      64 rows of 64 in, 128 out: of the base, then spread over 8 adapters of rank 16 (P11); median of 3

@@ -18,6 +18,7 @@ import triton.language as tl
 TARGET_ITEMS = 128  # chunks in a batch; times the key/value heads it should be a few waves of a GPU's processors
 MIN_CHUNK = 128  # keys; shorter chunks cost more in the reduction than they gain
 BLOCK_KEYS = 64
+NUM_WARPS, NUM_STAGES = 4, 3
 LOG2_E = 1.4426950408889634
 
 
@@ -145,8 +146,8 @@ def attention_decode(
         BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_KEYS=32 if wide else BLOCK_KEYS,
         PRECISION="ieee" if wide else "tf32",
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        num_warps=NUM_WARPS,
+        num_stages=2 if wide else NUM_STAGES,
     )
     _reduce_kernel[(batch, num_heads)](
         work.rows,

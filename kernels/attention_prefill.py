@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+BLOCK_ROWS, BLOCK_KEYS, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # half types; fp32 tiles are smaller
 
 
 def block_rows(dtype: torch.dtype) -> int:
     """Rows of a tile."""
-    return 32 if dtype == torch.float32 else 128
+    return 32 if dtype == torch.float32 else BLOCK_ROWS
 
 
 def tiles(spans: Sequence[tuple[int, int, int, int]], rows: int) -> np.ndarray:
@@ -89,12 +90,12 @@ def attention_prefill(
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=block_rows(q.dtype),
-        BLOCK_KEYS=32 if wide else 64,
+        BLOCK_KEYS=32 if wide else BLOCK_KEYS,
         BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if wide else "tf32",
-        num_warps=4 if wide else 8,
-        num_stages=1 if wide else 3,
+        num_warps=4 if wide else NUM_WARPS,
+        num_stages=1 if wide else NUM_STAGES,
     )
     return out
 

@@ -20,6 +20,7 @@ from fineinfer.engine.loop import EngineLoop, EngineParts
 from fineinfer.engine.memory_ladder import KV, MemoryLadder
 from fineinfer.engine.memory_plan import (
     DEFAULT_MAX_BATCHED_TOKENS,
+    DEFAULT_MAX_MIXED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     MemoryPlan,
     MemoryPlanError,
@@ -106,6 +107,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
         settings.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type],
         settings.deferral_bound_s,
+        DEFAULT_MAX_MIXED_TOKENS[device.type],
     )
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
     adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)

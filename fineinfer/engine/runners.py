@@ -85,10 +85,10 @@ def _device_runner(parts: RunnerParts, kv_cache: KVCache) -> DeviceRunner:
 
 
 def capture(runner: Runner) -> str:
-    """Capture the decode steps; a line that says how many, in what time and memory."""
+    """Capture the runner's steps; a line that says how many, in what time and memory."""
     graphs = runner.capture_graphs()  # type: ignore[attr-defined]
     mib = graphs.pool_bytes / 2**20
-    return f"captured {graphs.num_graphs} decode graphs in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
+    return f"captured {graphs.num_graphs} steps in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
 
 
 def measure_serving(parts: RunnerParts, max_model_len: int, spec: KVSpec) -> int:

@@ -12,7 +12,8 @@ from fineinfer.memory.kv_cache import KVCache
 from fineinfer.scheduler.plan import Chunk
 
 NUM_HOST_COPIES = 3  # a host array is written again only after the step that read it was collected
-# what each row is; IDS: token id, negative where only the device knows it; SLOTS: negative for a padding row
+# what each row is; IDS: token id, negative where only the device knows it; SLOTS: negative for a padding row; LENGTHS:
+# tokens that a decode row sees, 0 for every other
 IDS, POSITIONS, SLOTS, TABLE_ROWS, LENGTHS, ROPE_LENGTHS = range(6)
 NUM_FIELDS = 6
 Fields = np.ndarray  # [NUM_FIELDS, num_rows] int32
@@ -136,7 +137,7 @@ def _fill_span(fields: Fields, chunk: Chunk, row: int, kv_cache: KVCache) -> Non
     fields[POSITIONS] = positions
     fields[SLOTS] = kv_cache.table.slots[row, chunk.start : stop]
     fields[TABLE_ROWS] = row
-    fields[LENGTHS] = positions + 1
+    fields[LENGTHS] = 0
     fields[ROPE_LENGTHS] = np.maximum(len(chunk.sequence.prompt), positions + 1)
 
 

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fineinfer.adapters.batch import AdapterSegment, DeviceProjection, lora_tiles, make_workspace, max_tiles
+from fineinfer.adapters.batch import DeviceProjection, lora_tiles, make_workspace, max_tiles
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store, token_tables
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.model.decoder import Decoder, LayerOps, Project, plain_project
 from fineinfer.model.rope import Rows
-from fineinfer.runner.decode_graphs import DecodeGraphs
 from fineinfer.runner.device_batch import (
     IDS,
     LENGTHS,
@@ -35,9 +34,11 @@ from fineinfer.runner.device_batch import (
 from fineinfer.runner.device_sampler import DeviceSampler, SampledRows
 from fineinfer.runner.prompt_logprobs import collect_prompt_logprobs, wants_prompt_logprobs
 from fineinfer.runner.results import ChunkResult
+from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 from fineinfer.scheduler.plan import Chunk
 
-DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 16, 64  # of LoRA tiles
+SMALL_LORA_TILE, LARGE_LORA_TILE = 16, 64  # rows; small in captured steps, whose tile count is fixed
+MAX_CAPTURED_SPANS = 64  # prefill spans of one captured step; more run kernel by kernel
 
 
 def _add_norm(
@@ -118,9 +119,11 @@ class DeviceRunner:
         self._sink_row = table.max_rows  # padding rows belong to it
         max_rows = max(max_num_batched_tokens, table.max_rows)
         self._tables = torch.zeros(2, table.max_rows + 1, table.max_len, dtype=torch.int32, device=device)
-        self._inputs = InputBuffer((NUM_FIELDS + 1) * max_rows + 4 * (max_rows + adapters.stacks.num_slots), device)
+        self._max_mixed_rows = max_num_batched_tokens
+        # fields, sampling rows, attention tiles of at least one row each, LoRA tiles
+        numbers = (NUM_FIELDS + 1 + 4 + 3) * max_rows + 4 * MAX_CAPTURED_SPANS + 3 * adapters.stacks.num_slots
+        self._inputs = InputBuffer(numbers, device)
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._all_rows = torch.arange(table.max_rows, dtype=torch.int32, device=device)
         self._workspace = make_workspace(max_rows, adapters.stacks, device)
         self._plans = {
             window: attention_decode.DecodePlan.allocate(table.max_rows, spec.num_heads, spec.head_dim, window, device)
@@ -129,24 +132,24 @@ class DeviceRunner:
         rope = decoder.rope
         self._rope_table = None if rope.needs_lengths else rope.rows(torch.arange(table.max_len, device=device))
         self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, table.max_rows, device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._epoch = kv_cache.epoch
         self.progress = 0
 
-    def capture_graphs(self) -> DecodeGraphs:
-        """Capture decode steps of every bucket, with adapters and without; later decode steps replay them."""
-        with torch.inference_mode():
-            graphs = DecodeGraphs(self._bucket_logits, self._kv.table.max_rows)
-            graphs.capture((False, True))
-        self._graphs = graphs
-        return graphs
+    def capture_graphs(self) -> StepGraphs:
+        """Capture decode steps and small mixed steps; later steps of their sizes replay them."""
+        self._graphs = self._capture(None)
+        return self._graphs
 
     def capture_largest(self) -> int:
-        """Capture the largest decode step and forget it; bytes of device memory that it held."""
+        """Capture the largest step and forget it; bytes of device memory that it held."""
+        return self._capture(1).pool_bytes
+
+    def _capture(self, count: int | None) -> StepGraphs:
         with torch.inference_mode():
-            graphs = DecodeGraphs(self._bucket_logits, self._kv.table.max_rows)
-            graphs.capture((False, True), num_buckets=1)
-        return graphs.pool_bytes
+            graphs = StepGraphs(self._enter_padding, self._captured_step, self._kv.table.max_rows, self._max_mixed_rows)
+            graphs.capture(graphs.keys()[:count])
+        return graphs
 
     def launch(self, chunks: tuple[Chunk, ...]) -> DeviceStep:
         """Start one forward over all chunks and the sampling of its tokens."""
@@ -155,10 +158,8 @@ class DeviceRunner:
             self._follow_moves()
             batch = lay_out(chunks, self._kv)
             begin = self._event()
-            if self._graphs is None or batch.spans or any(wants_prompt_logprobs(chunk) for chunk in chunks):
-                fields, logits, sample_rows = self._run(batch)
-            else:
-                fields, logits, sample_rows = self._replay(batch, self._graphs)
+            key = self._captured_key(batch)
+            fields, logits, sample_rows = self._run(batch) if key is None else self._replay(batch, key)
             sampling = [chunk for chunk in batch.chunks if chunk.samples]
             sampled = None
             if sampling:
@@ -174,14 +175,14 @@ class DeviceRunner:
     def _run(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Any batch, kernel by kernel; the fields, the sampling rows' logits, and those rows."""
         tiles = attention_prefill.tiles(batch.spans, attention_prefill.block_rows(self._decoder.dtype))
-        tile_rows = PREFILL_TILE_ROWS if batch.spans else DECODE_TILE_ROWS
+        tile_rows = LARGE_LORA_TILE if batch.spans else SMALL_LORA_TILE
         num_lora = sum(-(-(segment.end - segment.start) // tile_rows) for segment in batch.segments)
         adapted = lora_tiles(batch.segments, tile_rows, num_lora)
         sent = self._inputs.upload(batch.fields, np.array(batch.sample_rows, dtype=np.int32), tiles, adapted)
         sizes = (batch.fields.size, len(batch.sample_rows), tiles.size, adapted.size)
         flat_fields, sample_rows, flat_tiles, flat_adapted = sent.split(sizes)
         fields = flat_fields.view(NUM_FIELDS, -1)
-        project = self._project(batch.segments, flat_adapted.view(-1, 3), tile_rows)
+        project = self._project(bool(batch.segments), flat_adapted.view(-1, 3), tile_rows)
         x, delta = self._layers(fields, batch.num_decodes, flat_tiles.view(-1, 4), project)
         if any(wants_prompt_logprobs(chunk) for chunk in batch.chunks):
             collect_prompt_logprobs(self._decoder, batch.chunks, x + delta)
@@ -189,37 +190,72 @@ class DeviceRunner:
             return fields, x[:0], sample_rows
         return fields, self._head(x.index_select(0, sample_rows), delta.index_select(0, sample_rows)), sample_rows
 
-    def _replay(self, batch: DeviceBatch, graphs: DecodeGraphs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A batch of single rows, padded to its bucket."""
-        num_rows, bucket = batch.num_rows, graphs.bucket(batch.num_rows)
-        padded = self._padding(bucket)
-        padded[:, :num_rows] = batch.fields
-        parts = [padded]
-        if batch.segments:
-            parts.append(lora_tiles(batch.segments, DECODE_TILE_ROWS, self._max_tiles(bucket)))
-        if len(batch.sample_rows) < num_rows:
-            parts.append(np.array(batch.sample_rows, dtype=np.int32))
-        sent = self._inputs.upload(*parts)
-        logits = graphs.replay(bucket, bool(batch.segments))[:num_rows]
-        sample_rows = self._all_rows[:num_rows]
-        if len(batch.sample_rows) < num_rows:
-            sample_rows = sent[sent.shape[0] - len(batch.sample_rows) :]
-            logits = logits.index_select(0, sample_rows)
-        return self._bucket_fields(bucket), logits, sample_rows
+    def _captured_key(self, batch: DeviceBatch) -> GraphKey | None:
+        """The captured step that runs this batch, if any."""
+        if self._graphs is None or len(batch.spans) > MAX_CAPTURED_SPANS:
+            return None
+        if any(wants_prompt_logprobs(chunk) for chunk in batch.chunks):
+            return None
+        return self._graphs.find(batch.num_rows, bool(batch.spans), bool(batch.segments))
 
-    def _bucket_logits(self, bucket: int, with_adapters: bool) -> torch.Tensor:
-        """The decode step that is captured: inputs at fixed addresses, padding where nothing was uploaded."""
-        if not torch.cuda.is_current_stream_capturing():
-            padding_tiles = np.zeros(3 * self._max_tiles(bucket), dtype=np.int32)
-            self._inputs.upload(self._padding(bucket), padding_tiles)
-        fields = self._bucket_fields(bucket)
-        project: Project = plain_project
-        if with_adapters:
-            start, count = NUM_FIELDS * bucket, self._max_tiles(bucket)
-            tiles = self._inputs.device[start : start + 3 * count].view(count, 3)
-            project = DeviceProjection(self._stacks, tiles, DECODE_TILE_ROWS, self._workspace)
-        x, delta = self._layers(fields, bucket, None, project)
+    def _replay(self, batch: DeviceBatch, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A batch padded to a captured step."""
+        if self._graphs is None:
+            raise RuntimeError("nothing was captured")
+        padded = self._padding(key.num_rows)
+        padded[:, : batch.num_rows] = batch.fields
+        num_samples = len(batch.sample_rows)
+        sample_rows = np.zeros(self._num_sample_rows(key), dtype=np.int32)
+        sample_rows[:num_samples] = batch.sample_rows
+        parts = [padded, sample_rows]
+        if key.mixed:
+            tiles = np.zeros((self._num_tiles(key), 4), dtype=np.int32)
+            used = attention_prefill.tiles(batch.spans, attention_prefill.block_rows(self._decoder.dtype))
+            tiles[: len(used)] = used
+            parts.append(tiles)
+        if key.adapted:
+            parts.append(lora_tiles(batch.segments, SMALL_LORA_TILE, self._num_lora_tiles(key)))
+        self._inputs.upload(*parts)
+        logits = self._graphs.replay(key)
+        fields, sample_rows_sent, _, _ = self._captured_inputs(key)
+        sample_rows_sent = sample_rows_sent[:num_samples]
+        if key.mixed or num_samples == batch.num_rows:
+            return fields, logits[:num_samples], sample_rows_sent
+        return fields, logits.index_select(0, sample_rows_sent), sample_rows_sent
+
+    def _enter_padding(self, key: GraphKey) -> None:
+        rest = sum(tensor.numel() for tensor in self._captured_inputs(key)[1:])
+        self._inputs.upload(self._padding(key.num_rows), np.zeros(rest, dtype=np.int32))
+
+    def _captured_step(self, key: GraphKey) -> torch.Tensor:
+        """The step that is captured: logits of its sampling rows if it is mixed, else of all rows."""
+        fields, sample_rows, tiles, adapted = self._captured_inputs(key)
+        project = self._project(key.adapted, adapted, SMALL_LORA_TILE)
+        num_decodes = min(key.num_rows, self._kv.table.max_rows)
+        x, delta = self._layers(fields, num_decodes, tiles if key.mixed else None, project)
+        if key.mixed:
+            x, delta = x.index_select(0, sample_rows), delta.index_select(0, sample_rows)
         return self._head(x, delta)
+
+    def _captured_inputs(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fields, sampling rows, attention tiles and LoRA tiles of a captured step, at their fixed places."""
+        sizes = [NUM_FIELDS * key.num_rows, self._num_sample_rows(key)]
+        sizes += [4 * self._num_tiles(key), 3 * self._num_lora_tiles(key)]
+        fields, samples, tiles, adapted = self._inputs.device[: sum(sizes)].split(sizes)
+        return fields.view(NUM_FIELDS, -1), samples, tiles.view(-1, 4), adapted.view(-1, 3)
+
+    def _num_sample_rows(self, key: GraphKey) -> int:
+        return min(key.num_rows, self._kv.table.max_rows)
+
+    def _num_tiles(self, key: GraphKey) -> int:
+        if not key.mixed:
+            return 0
+        return key.num_rows // attention_prefill.block_rows(self._decoder.dtype) + MAX_CAPTURED_SPANS
+
+    def _num_lora_tiles(self, key: GraphKey) -> int:
+        # an adapter may have one segment among the decode rows and one among the spans
+        segments = self._stacks.num_slots * (2 if key.mixed else 1)
+        return max_tiles(key.num_rows, segments, SMALL_LORA_TILE) if key.adapted else 0
 
     def _layers(
         self, fields: torch.Tensor, num_decodes: int, tiles: torch.Tensor | None, project: Project
@@ -269,14 +305,8 @@ class DeviceRunner:
             return self._decoder.rope.rows(positions, fields[ROPE_LENGTHS])
         return Rows(*(table.index_select(0, positions) for table in self._rope_table))
 
-    def _project(self, segments: list[AdapterSegment], tiles: torch.Tensor, tile_rows: int) -> Project:
-        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace) if segments else plain_project
-
-    def _bucket_fields(self, bucket: int) -> torch.Tensor:
-        return self._inputs.device[: NUM_FIELDS * bucket].view(NUM_FIELDS, bucket)
-
-    def _max_tiles(self, bucket: int) -> int:
-        return max_tiles(bucket, self._stacks.num_slots, DECODE_TILE_ROWS)
+    def _project(self, adapted: bool, tiles: torch.Tensor, tile_rows: int) -> Project:
+        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace) if adapted else plain_project
 
     def _padding(self, num_rows: int) -> np.ndarray:
         """Fields of rows that store nothing, see nothing and belong to nobody."""

@@ -12,6 +12,8 @@ from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.policy import LoadState, Policy
 from fineinfer.scheduler.sequence import Sequence
 
+BACKLOG_STEPS = 4  # a backlog of prompt tokens is spread over at least so many forwards
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -20,12 +22,15 @@ class SchedulerLimits:
     Attributes:
         max_num_seqs: Most requests that hold KV at once.
         max_num_batched_tokens: Most rows of one forward.
+        max_mixed_tokens: Rows that a forward with decode rows among them has as a rule, so that their next tokens are
+            not held up; more when the prompts wait longer than ``BACKLOG_STEPS`` such forwards. None is no such rule.
         deferral_bound_s: Longest a waiting request may be held back for training.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     deferral_bound_s: float
+    max_mixed_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,8 @@ class Scheduler:
         preempted: list[Sequence] = []
         budget = self._limits.max_num_batched_tokens
         for decoding in (True, False):
+            if not decoding:
+                budget = self._prefill_budget(len(chunks))
             for sequence in list(self.running):
                 if budget == 0 or sequence.row is None or (sequence.num_uncomputed == 1) != decoding:
                     continue
@@ -136,6 +143,14 @@ class Scheduler:
                         chunks.append(Chunk(sequence, sequence.num_computed, length, samples))
                         budget -= length
         return chunks, preempted
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        """Rows left for prompts beside the decode rows of a forward."""
+        limit, most = self._limits.max_mixed_tokens, self._limits.max_num_batched_tokens
+        if limit is not None and num_decodes:
+            backlog = sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1)
+            most = min(most, max(limit, num_decodes + backlog // BACKLOG_STEPS))
+        return max(0, most - num_decodes)
 
     def _pick_victim(self, planned: set[str]) -> Sequence | None:
         """The latest admitted request that has no rows in this turn yet."""

@@ -30,6 +30,7 @@ from fineinfer.messages import (
     SetAdapter,
 )
 from fineinfer.request import SamplingParams
+from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 
 TOKEN = b"t" * 32
 CONFIG = {
@@ -243,8 +244,20 @@ def test_a_request_that_breaks_the_forward_ends_alone(make, monkeypatch, caplog)
     assert all(harness.tokens(name) == want[name] for name in PROMPTS if name != "r3")
 
 
-def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, kernel_device):
-    """One step in flight, tokens fed on the device, preemption, adapters and every sampling parameter at once."""
+class RunAgain(StepGraphs):
+    """Where nothing can be captured: a replay runs the step again, on padded inputs at their fixed places."""
+
+    def find(self, num_rows: int, mixed: bool, adapted: bool) -> GraphKey | None:
+        return next((k for k in self.keys()[::-1] if k.num_rows >= num_rows and k[1:] == (mixed, adapted)), None)
+
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        self.used = getattr(self, "used", set()) | {key}
+        return self._forward(key)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, captured):
+    """One step in flight, tokens fed on the device, adapters and every sampling parameter at once."""
     monkeypatch.setattr(attention_decode, "TARGET_ITEMS", 4)  # the interpreter pays for every program
     asked = {
         "greedy": {"prompt": PROMPTS["r0"]},
@@ -258,7 +271,10 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
     }  # fmt: skip
 
     def run(**settings: object) -> Harness:
-        harness = make(max_num_seqs=4, max_num_batched_tokens=32, **settings)
+        harness = make(max_num_seqs=4, max_num_batched_tokens=64, **settings)
+        if captured and settings:
+            runner = harness.parts.runner
+            runner._graphs = RunAgain(runner._enter_padding, runner._captured_step, 4, 64)
         publish(harness, "a", tmp_path / "one", 1)
         for name, params in asked.items():
             harness.add(name, **({"max_tokens": 20} | params))
@@ -274,6 +290,9 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
     for ours, theirs in zip(*entries, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+    if captured:
+        used = got.parts.runner._graphs.used
+        assert {key[1:] for key in used} == {(False, False), (False, True), (True, False), (True, True)}
     prompts = [h.outputs["penalized"][0].prompt_logprobs for h in (want, got)]
     assert [e and e.token_id for e in prompts[1]] == [e and e.token_id for e in prompts[0]]
 
