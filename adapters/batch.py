@@ -110,9 +110,9 @@ class DeviceProjection:
     """
 
     def __init__(self, stacks: AdapterStacks, tiles: torch.Tensor, block_m: int, workspace: torch.Tensor) -> None:
-        from fineinfer.kernels import lora  # here, so that a CPU needs no Triton
+        from fineinfer.kernels import few_rows_linear, lora  # here, so that a CPU needs no Triton
 
-        self._lora = lora
+        self._lora, self._linear = lora, few_rows_linear.device_linear
         self._stacks, self._tiles, self._block_m, self._workspace = stacks, tiles, block_m, workspace
 
     def __call__(
@@ -130,7 +130,7 @@ class DeviceProjection:
         if size > self._workspace.shape[0]:
             raise ValueError(f"{num_rows} rows need a workspace of {size} numbers, it has {self._workspace.shape[0]}")
         shrunk = self._workspace[:size].view(shape)
-        y = linear(x, weight, bias)
+        y = self._linear(x, weight, bias)
         self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
         return self._lora.lora_expand(
             shrunk, stack.b, stack.scales, stack.ranks, self._tiles, max_rank, self._block_m, stack.columns, y

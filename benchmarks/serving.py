@@ -8,6 +8,7 @@ Starts the engine process as the supervisor starts it and sends requests of toke
     sharegpt  the first 1000 (prompt, output) pairs of --lengths, all at once (P1)
     256x256   the first 256 prompts x 256 outputs, all at once (P1)
     single    one request of 128 tokens in, 256 out (P2); median of 3
+    decode64  64 rows of 128 in, 256 out: host time a decode step that the device does not hide (P9)
     lora      64 rows of 64 in, 128 out: of the base, then spread over 8 adapters of rank 16 (P11); median of 3
 
 All requests are greedy and ignore the end token. Prints a table and appends to benchmarks/results/serving.csv.
@@ -113,6 +114,10 @@ class Engine:
             self.stop()
             raise
         self.start_s = time.perf_counter() - begin
+
+    def words(self) -> str:
+        """What the engine has written so far."""
+        return self._log.read_text(errors="replace").strip()
 
     def send(self, *messages: ToEngine) -> None:
         """Queue messages for the engine."""
@@ -314,8 +319,23 @@ def single(setup: Setup) -> list[Row]:
     return [{"case": "single"} | median_run([serve(setup.engine, setup.rng, lengths) for _ in range(ROUNDS)])]
 
 
+def decode64(setup: Setup) -> list[Row]:
+    """Wall time of a decode step less the time the device takes for it."""
+    lengths = [(128, 256)] * 64
+    serve(setup.engine, setup.rng, [(128, WARM_UP_OUTPUT)] * 64)
+    rows = []
+    for _ in range(ROUNDS):
+        row = serve(setup.engine, setup.rng, lengths)
+        device_ms = setup.engine.greet()[1].slice_times_ms["decode"]  # of the newest steps, all of 64 rows
+        rows.append(row | {"exposed_ms": 1e3 * 64 / float(str(row["decode_tok_s"])) - device_ms})
+    return [{"case": "decode64"} | median_run(rows)]
+
+
 def lora(setup: Setup) -> list[Row]:
     """Base rows and adapter rows in turn, so that a drifting clock meets both."""
+    rows = [(LORA_PROMPT, LORA_OUTPUT)] * LORA_ROWS
+    serve(setup.engine, setup.rng, [(LORA_PROMPT, WARM_UP_OUTPUT)] * LORA_ROWS)
+    without = median_run([serve(setup.engine, setup.rng, rows) for _ in range(ROUNDS)])  # before any is registered
     memory, names = setup.config.memory, [f"bench-{i}" for i in range(NUM_ADAPTERS)]
     if memory.max_loras < NUM_ADAPTERS or memory.max_lora_rank < ADAPTER_RANK:
         raise SystemExit(f"error: case lora needs --max-loras >= {NUM_ADAPTERS}, --max-lora-rank >= {ADAPTER_RANK}")
@@ -325,13 +345,17 @@ def lora(setup: Setup) -> list[Row]:
             time.sleep(0.05)
     for chosen in ((), names):  # all rows, so that every batch size that is measured has run
         serve(setup.engine, setup.rng, [(LORA_PROMPT, WARM_UP_OUTPUT)] * LORA_ROWS, chosen)
-    lengths = [(LORA_PROMPT, LORA_OUTPUT)] * LORA_ROWS
     runs: list[tuple[Row, Row]] = []
     for _ in range(ROUNDS):
-        runs.append((serve(setup.engine, setup.rng, lengths), serve(setup.engine, setup.rng, lengths, names)))
+        runs.append((serve(setup.engine, setup.rng, rows), serve(setup.engine, setup.rng, rows, names)))
     base, adapted = (median_run(side) for side in zip(*runs, strict=True))
-    slower = 100 * (float(str(base["decode_tok_s"])) / float(str(adapted["decode_tok_s"])) - 1)
-    return [{"case": "lora-base"} | base, {"case": f"lora-{NUM_ADAPTERS}"} | adapted | {"slower_percent": slower}]
+    speed = [float(str(row["decode_tok_s"])) for row in (without, base, adapted)]
+    unused, used = (100 * (speed[0] / other - 1) for other in speed[1:])
+    return [
+        {"case": "lora-none"} | without,
+        {"case": "lora-unused"} | base | {"slower_percent": unused},
+        {"case": f"lora-{NUM_ADAPTERS}"} | adapted | {"slower_percent": used},
+    ]
 
 
 def make_adapters(config: Config, names: Sequence[str], folder: Path) -> list[SetAdapter]:
@@ -361,12 +385,13 @@ CASES: dict[str, Callable[[Setup], list[Row]]] = {
     "sharegpt": sharegpt,
     "256x256": fixed_output,
     "single": single,
+    "decode64": decode64,
     "lora": lora,
 }
 COLUMNS = (  # (name, decimals); one header for every case
     ("requests", 0), ("wall_s", 2), ("out_tok_s", 1), ("total_tok_s", 1), ("req_s", 2), ("decode_tok_s", 1),
     ("preemptions", 0), ("ttft_p50_ms", 1), ("ttft_p99_ms", 1), ("tpot_p50_ms", 2), ("tpot_p99_ms", 2),
-    ("slower_percent", 1),
+    ("slower_percent", 1), ("exposed_ms", 2),
 )  # fmt: skip
 
 
@@ -402,6 +427,7 @@ def main() -> None:
         engine = Engine(config, folder, args.profile)
         try:
             print(f"{engine.info.device} {engine.info.dtype}: engine ready after {engine.start_s:.1f} s", flush=True)
+            print(engine.words(), flush=True)
             print(" " * 10, *(name.rjust(max(8, len(name))) for name, _ in COLUMNS), flush=True)
             setup = Setup(engine, config, random.Random(1), lengths, Path(adapters))
             model = args.model or f"llama-{args.shape}-shape"

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent, follow
+
 MAX_BLOCK = 1024  # columns of a program: with 4 warps 8 a thread, one 16-byte load of each half
 
 
@@ -21,7 +23,9 @@ def _silu_and_mul_kernel(
     INTERMEDIATE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,  # of a row
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     # one grid axis: neighbouring programs read neighbouring memory, and no limit of 65,535 rows
     program = tl.program_id(0)
     row = (program // NUM_BLOCKS).to(tl.int64)
@@ -60,6 +64,6 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
     block = min(MAX_BLOCK, triton.next_power_of_2(intermediate))
     num_blocks = triton.cdiv(intermediate, block)
     _silu_and_mul_kernel[(num_tokens * num_blocks,)](
-        gate_up, out, gate_up.stride(0), out.stride(0), intermediate, num_blocks, block, num_warps=4
+        gate_up, out, gate_up.stride(0), out.stride(0), intermediate, num_blocks, block, num_warps=4, **dependent()
     )
     return out

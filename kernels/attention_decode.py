@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
-TARGET_ITEMS = 128  # chunks in a batch; times the key/value heads it should be a few waves of a GPU's processors
+from fineinfer.kernels.launch import dependent, follow
+
+TARGET_ITEMS = 64  # chunks in a batch; times the key/value heads it should be a few waves of a GPU's processors
 MIN_CHUNK = 128  # keys; shorter chunks cost more in the reduction than they gain
 BLOCK_KEYS = 64
-NUM_WARPS, NUM_STAGES = 4, 3
+NUM_WARPS, NUM_STAGES = 2, 3
 LOG2_E = 1.4426950408889634
 
 
@@ -148,6 +150,7 @@ def attention_decode(
         PRECISION="ieee" if wide else "tf32",
         num_warps=NUM_WARPS,
         num_stages=2 if wide else NUM_STAGES,
+        **dependent(),
     )
     _reduce_kernel[(batch, num_heads)](
         work.rows,
@@ -158,11 +161,12 @@ def attention_decode(
         HEAD_DIM=head_dim,
         BLOCK_DIM=triton.next_power_of_2(head_dim),
         num_warps=1,
+        **dependent(),
     )
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["lengths"])  # type: ignore[untyped-decorator]
 def _plan_kernel(  # type: ignore[no-untyped-def]
     lengths,
     items,
@@ -195,7 +199,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         tl.store(items + 2 * (first + index) + 1, begin + index * chunk, mask=index < count)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["table_rows", "lengths"])  # type: ignore[untyped-decorator]
 def _chunk_kernel(  # type: ignore[no-untyped-def]
     q,
     pool,
@@ -221,7 +225,9 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     item = tl.program_id(0) // NUM_KV_HEADS  # heads of a chunk run side by side: their keys share memory pages
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     if item >= tl.load(sizes):
@@ -277,8 +283,9 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _reduce_kernel(  # type: ignore[no-untyped-def]
-    rows, partial, lse, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
+    rows, partial, lse, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PDL: tl.constexpr
 ):
+    follow(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     count = tl.load(rows + 2 * row + 1)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent, follow
+
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS, BLOCK_KEYS, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # half types; fp32 tiles are smaller
 
@@ -96,11 +98,12 @@ def attention_prefill(
         PRECISION="ieee" if wide else "tf32",
         num_warps=4 if wide else NUM_WARPS,
         num_stages=1 if wide else NUM_STAGES,
+        **dependent(),
     )
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["tile_list"])  # type: ignore[untyped-decorator]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     pool,
@@ -122,7 +125,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     head = tl.program_id(0)
     tile = tile_list + 4 * tl.program_id(1)
     first_row, num_rows = tl.load(tile), tl.load(tile + 1)

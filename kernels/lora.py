@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent, follow
+
 BLOCK_ROWS = (16, 64)  # rows of a tile: decode, prefill
 BLOCK_RANK = 16  # smallest side tl.dot takes; a rank of 4 pays for 16
 MAX_MODULES = 3
@@ -100,6 +102,7 @@ def lora_shrink(
         BLOCK_K=block_in,
         num_warps=2 if block_m == 16 else 4,
         num_stages=4,
+        **dependent(),
     )
     return out
 
@@ -172,6 +175,7 @@ def lora_expand(
         BLOCK_N=_BLOCK_OUT,
         num_warps=4,
         num_stages=2,
+        **dependent(),
     )
     return y
 
@@ -188,7 +192,7 @@ def _check(ranks: torch.Tensor, tiles: torch.Tensor, max_rank: int, block_m: int
     return num_modules
 
 
-@triton.jit(do_not_specialize=["out_split_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["out_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     a,
@@ -207,7 +211,9 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     tile = tiles + tl.program_id(0) * 3
     num_rows = tl.load(tile + 1)
     if num_rows == 0:
@@ -240,7 +246,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     tl.store(place[:, None] + (module * MAX_RANK + index)[None, :], acc, mask=fits)
 
 
-@triton.jit(do_not_specialize=["shrunk_split_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
     b,
@@ -261,7 +267,9 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     tile = tiles + tl.program_id(0) * 3
     num_rows = tl.load(tile + 1)
     if num_rows == 0:

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent, follow
+
 MAX_HIDDEN = 16384  # a row is held in registers: 32 values for each of 512 threads
 
 
@@ -25,7 +27,9 @@ def _rms_norm_kernel(
     out_stride: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -102,7 +106,18 @@ def _launch(
     block, num_warps = _block(hidden)
     delta_stride = 0 if delta is None else delta.stride(0)
     _rms_norm_kernel[(num_tokens,)](
-        x, delta, weight, out, eps, x.stride(0), delta_stride, out.stride(0), hidden, block, num_warps=num_warps
+        x,
+        delta,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        delta_stride,
+        out.stride(0),
+        hidden,
+        block,
+        num_warps=num_warps,
+        **dependent(),
     )
     return out
 

@@ -10,13 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent, follow
+
 MAX_HEAD_DIM = 256
 # Pairs (x[i], x[i + head_dim / 2]) of a program; with 2 warps 8 a thread, 16-byte loads. Never fewer than threads: a
 # value held by two threads could be read by the second after the first has written the rotated one over it.
 _PAIRS, _NUM_WARPS = 512, 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # type: ignore[untyped-decorator]
 def _rope_store_kernel(
     qkv_ptr: tl.tensor,
     cos_ptr: tl.tensor,
@@ -34,7 +36,9 @@ def _rope_store_kernel(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    follow(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_ROTATED: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     ALL_HEADS: tl.constexpr = NUM_ROTATED + NUM_KV_HEADS
@@ -136,5 +140,5 @@ def rope_and_store(
     slot_stride, part_stride, head_stride, _ = pool_layer.stride()
     _rope_store_kernel[(num_tokens, triton.cdiv(all_heads, group))](
         qkv, cos, sin, slots, pool_layer, q_norm, k_norm, eps, slot_stride, part_stride, head_stride,
-        num_heads, num_kv_heads, head_dim, group, half_block, num_warps=_NUM_WARPS,
+        num_heads, num_kv_heads, head_dim, group, half_block, num_warps=_NUM_WARPS, **dependent(),
     )  # fmt: skip

@@ -148,7 +148,7 @@ def _draw(row, vocab, peak, temperature, top_k, top_p, min_p, uniform, BLOCK: tl
     return tl.minimum(token, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "uniform", "token_out", "ok_out"])
 def _sample_kernel(
     logits, row_stride, vocab, temperature, top_k, top_p, min_p, uniform, token_out, ok_out, BLOCK: tl.constexpr
 ):
@@ -178,7 +178,7 @@ def _argmax_split_kernel(logits, row_stride, vocab, partial, num_splits, BLOCK: 
     tl.store(partial + index * num_splits + split, (peak.to(tl.int64) << 32) + (_LAST_INDEX - first))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_out", "ok_out"])
 def _argmax_join_kernel(partial, num_splits, token_out, ok_out, BLOCK: tl.constexpr):
     index = tl.program_id(0)
     split = tl.arange(0, BLOCK)
@@ -190,7 +190,7 @@ def _argmax_join_kernel(partial, num_splits, token_out, ok_out, BLOCK: tl.conste
     tl.store(ok_out + index, ok.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "prompt_lens", "total_lens", "repetition", "presence", "frequency"])
 def _penalize_kernel(
     logits,  # [S, V]
     row_stride,

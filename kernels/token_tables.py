@@ -66,7 +66,8 @@ def enter_tokens(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# sizes and places change from step to step: compile once
+@triton.jit(do_not_specialize=["field_stride", "num_tokens"])  # type: ignore[untyped-decorator]
 def _enter_kernel(  # type: ignore[no-untyped-def]
     fields, field_stride, slot_table, token_table, table_stride, ids, num_tokens, BLOCK: tl.constexpr
 ):
@@ -84,7 +85,9 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
     tl.store(ids + index, tl.where(token >= 0, token, stored), mask=exists)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["field_stride", "num_samples"], do_not_specialize_on_alignment=["tokens", "sample_rows"]
+)
 def _enter_tokens_kernel(  # type: ignore[no-untyped-def]
     tokens,
     sample_rows,

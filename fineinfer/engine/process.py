@@ -28,7 +28,7 @@ from fineinfer.engine.memory_plan import (
     memory_budget,
 )
 from fineinfer.engine.outbox import Outbox
-from fineinfer.engine.runners import RunnerParts, capture, make_runner, measure_serving, pick_backend
+from fineinfer.engine.runners import RunnerParts, make_runner, measure_serving, pick_backend, prepare
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.statistics import Counters, StatisticsSource
 from fineinfer.engine.training_host import TrainingHost
@@ -177,8 +177,9 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     latency, counters = LatencyModel(), Counters()
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
     runner = make_runner(base.runner_parts, kv_cache)
-    if base.runner_parts.captures:
-        print(capture(runner), file=sys.stderr, flush=True)
+    said = prepare(base.runner_parts, runner)
+    if said is not None:
+        print(said, file=sys.stderr, flush=True)
     info = EngineInfo(
         boot_id=secrets.token_hex(8),
         base_model=settings.base_model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,11 +85,19 @@ def _device_runner(parts: RunnerParts, kv_cache: KVCache) -> DeviceRunner:
     return DeviceRunner(parts.decoder, kv_cache, parts.adapters, parts.limits.max_num_batched_tokens, parts.device)
 
 
-def capture(runner: Runner) -> str:
-    """Capture the runner's steps; a line that says how many, in what time and memory."""
+def prepare(parts: RunnerParts, runner: Runner) -> str | None:
+    """Compile and capture what serving will run; a line that says what it took, None where there is nothing to do."""
+    if parts.backend != "triton" or parts.device.type != "cuda":
+        return None
+    started_s = time.perf_counter()
+    runner.warm_up()  # type: ignore[attr-defined]
+    torch.cuda.synchronize(parts.device)
+    said = f"kernels ready in {time.perf_counter() - started_s:.1f} s"
+    if parts.enforce_eager:
+        return said
     graphs = runner.capture_graphs()  # type: ignore[attr-defined]
     mib = graphs.pool_bytes / 2**20
-    return f"captured {graphs.num_graphs} steps in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
+    return f"{said}; {graphs.num_graphs} steps captured in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
 
 
 def measure_serving(parts: RunnerParts, max_model_len: int, spec: KVSpec) -> int:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from fineinfer.adapters.batch import DeviceProjection, lora_tiles, make_workspace, max_tiles
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store, token_tables
+from fineinfer.kernels.few_rows_linear import device_linear
 from fineinfer.memory.kv_cache import KVCache
-from fineinfer.model.decoder import Decoder, LayerOps, Project, plain_project
+from fineinfer.model.decoder import Decoder, LayerOps, Project
 from fineinfer.model.rope import Rows
 from fineinfer.runner.device_batch import (
     IDS,
@@ -45,6 +45,12 @@ def _add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return norm.rms_norm(x, weight, eps) if delta is None else norm.add_rms_norm(x, delta, weight, eps), x
+
+
+def _base_project(
+    _layer: int, _block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return device_linear(x, weight, bias)
 
 
 FUSED_OPS = LayerOps(_add_norm, activation.silu_and_mul)
@@ -150,6 +156,22 @@ class DeviceRunner:
             graphs = StepGraphs(self._enter_padding, self._captured_step, self._kv.table.max_rows, self._max_mixed_rows)
             graphs.capture(graphs.keys()[:count])
         return graphs
+
+    def warm_up(self) -> None:
+        """Compile every kernel that an uncaptured step can ask for, so that no request waits for a compiler."""
+        tiles = torch.zeros(1, 4, dtype=torch.int32, device=self._device)  # padding
+        lora_tile = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
+        with torch.inference_mode():
+            for tile_rows in (SMALL_LORA_TILE, LARGE_LORA_TILE):
+                project = self._project(True, lora_tile, tile_rows)
+                num_rows = self._ids.shape[0]
+                while num_rows:  # how long sums are split differs with the number of rows
+                    fields = self._inputs.upload(self._padding(num_rows)).view(NUM_FIELDS, -1)
+                    x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
+                    num_rows //= 2
+            logits = self._head(x, delta)
+            token_tables.enter_tokens(self._ids[:1], self._ids[:1], fields, self._tables[1])
+            self._sampler.warm_up(logits, self._tables[1])
 
     def launch(self, chunks: tuple[Chunk, ...]) -> DeviceStep:
         """Start one forward over all chunks and the sampling of its tokens."""
@@ -295,7 +317,7 @@ class DeviceRunner:
     def _head(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] in the model's dtype."""
         normed, _ = _add_norm(x, delta, self._decoder.norm, self._decoder.spec.rms_norm_eps)
-        return F.linear(normed, self._decoder.head_weight)
+        return device_linear(normed, self._decoder.head_weight)
 
     # ------------------------------------------------------------ inputs
 
@@ -306,7 +328,7 @@ class DeviceRunner:
         return Rows(*(table.index_select(0, positions) for table in self._rope_table))
 
     def _project(self, adapted: bool, tiles: torch.Tensor, tile_rows: int) -> Project:
-        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace) if adapted else plain_project
+        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace) if adapted else _base_project
 
     def _padding(self, num_rows: int) -> np.ndarray:
         """Fields of rows that store nothing, see nothing and belong to nobody."""

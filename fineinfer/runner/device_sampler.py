@@ -103,6 +103,20 @@ class DeviceSampler:
             sampling.sample(adjusted, temperature, top_k.int(), top_p, min_p, draw, chosen[0], chosen[1])
         return chosen[0], self._send(logits, chosen, sequences)
 
+    def warm_up(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
+        """Compile every kernel; ``logits`` [1, vocab_size] may hold anything."""
+        integers = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
+        floats = torch.ones(5, 1, dtype=torch.float32, device=self._device)
+        chosen = torch.empty(2, 1, dtype=torch.int32, device=self._device)
+        for dtype in (logits.dtype, torch.float32):
+            sampling.argmax(logits.to(dtype), chosen[0], chosen[1], self._workspace)
+            sampling.sample(
+                logits.to(dtype), floats[0], integers[0], floats[1], floats[2], floats[3], chosen[0], chosen[1]
+            )
+        one, none = floats[0], integers[0]
+        sampling.penalize(logits.float(), token_table, none, none, none, one, one, one)
+        sampling.add_at(logits.float(), none, none, one)
+
     def _sampling_values(self, sequence: Sequence) -> tuple[float, ...]:
         params = sequence.sampling
         if params.temperature == 0.0:

@@ -1,0 +1,32 @@
+"""Programmatic dependent launch: a kernel's programs start while the kernel before still drains, then wait for it.
+
+A decode step is a chain of about 300 kernels of a few microseconds; the gap between two costs as much as a small one.
+On GPUs of compute capability 9 and above a kernel that takes ``**dependent()`` at its launch and calls ``follow`` first
+is set up during that gap. Elsewhere both do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def dependent() -> dict[str, bool]:
+    """Launch arguments of a kernel whose last parameter is ``PDL: tl.constexpr``."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def follow(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel come, then wait until what the kernels before have written can be read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,30 @@
+"""The linear map of a few rows against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fineinfer.kernels.few_rows_linear import MAX_ROWS, few_rows_linear
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(16, 512), (100, 576), (65, 80), (1, 1537)])
+def test_equals_torch(out_features: int, in_features: int, kernel_device: torch.device) -> None:
+    for dtype in [torch.float16] + [torch.bfloat16] * (kernel_device.type == "cuda"):
+        for num_rows in (0, 1, 3, MAX_ROWS):
+            x = torch.randn(num_rows, in_features, device=kernel_device).to(dtype)
+            weight = torch.randn(out_features, in_features, device=kernel_device).to(dtype)
+            bias = torch.randn(out_features, device=kernel_device).to(dtype)
+            for added in (None, bias):
+                expected = x.double() @ weight.double().T + (0 if added is None else added.double())
+                ours = few_rows_linear(x, weight, added)
+                tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
+                torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
+                assert ours.dtype == dtype and ours.shape == (num_rows, out_features)
+
+
+def test_refuses_what_it_cannot_serve(kernel_device: torch.device) -> None:
+    x, weight = torch.zeros(2, 32, device=kernel_device).half(), torch.zeros(8, 32, device=kernel_device).half()
+    for bad_x, bad_weight in ((x[:, :16], weight), (x, weight.float()), (x.repeat(9, 1), weight)):
+        with pytest.raises(ValueError, match="by a weight"):
+            few_rows_linear(bad_x, bad_weight)
