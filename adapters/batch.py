@@ -107,13 +107,23 @@ class DeviceProjection:
         tiles: [num_tiles, 3] int32 on the device, from ``lora_tiles``; may be rewritten between calls.
         block_m: Rows of a tile, 16 (decode) or 64 (prefill).
         workspace: From ``make_workspace`` for at least as many rows.
+        side: Shrinks run on this stream beside the base product, which leaves arithmetic idle at decode; None runs
+            them before it. For captured steps: there the fork costs nothing.
     """
 
-    def __init__(self, stacks: AdapterStacks, tiles: torch.Tensor, block_m: int, workspace: torch.Tensor) -> None:
+    def __init__(
+        self,
+        stacks: AdapterStacks,
+        tiles: torch.Tensor,
+        block_m: int,
+        workspace: torch.Tensor,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
         from fineinfer.kernels import few_rows_linear, lora  # here, so that a CPU needs no Triton
 
         self._lora, self._linear = lora, few_rows_linear.device_linear
         self._stacks, self._tiles, self._block_m, self._workspace = stacks, tiles, block_m, workspace
+        self._side = side
 
     def __call__(
         self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -130,8 +140,16 @@ class DeviceProjection:
         if size > self._workspace.shape[0]:
             raise ValueError(f"{num_rows} rows need a workspace of {size} numbers, it has {self._workspace.shape[0]}")
         shrunk = self._workspace[:size].view(shape)
-        y = self._linear(x, weight, bias)
-        self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
+        if self._side is None:
+            self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
+            y = self._linear(x, weight, bias)
+        else:
+            own = torch.cuda.current_stream()
+            self._side.wait_stream(own)
+            with torch.cuda.stream(self._side):
+                self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
+            y = self._linear(x, weight, bias)
+            own.wait_stream(self._side)
         return self._lora.lora_expand(
             shrunk, stack.b, stack.scales, stack.ranks, self._tiles, max_rank, self._block_m, stack.columns, y
         )

@@ -14,8 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
-
 BLOCK_ROWS = (16, 64)  # rows of a tile: decode, prefill
 BLOCK_RANK = 16  # smallest side tl.dot takes; a rank of 4 pays for 16
 MAX_MODULES = 3
@@ -102,7 +100,6 @@ def lora_shrink(
         BLOCK_K=block_in,
         num_warps=2 if block_m == 16 else 4,
         num_stages=4,
-        **dependent(),
     )
     return out
 
@@ -175,7 +172,6 @@ def lora_expand(
         BLOCK_N=_BLOCK_OUT,
         num_warps=4,
         num_stages=2,
-        **dependent(),
     )
     return y
 
@@ -211,9 +207,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    follow(PDL)
     tile = tiles + tl.program_id(0) * 3
     num_rows = tl.load(tile + 1)
     if num_rows == 0:
@@ -267,9 +261,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    follow(PDL)
     tile = tiles + tl.program_id(0) * 3
     num_rows = tl.load(tile + 1)
     if num_rows == 0:

@@ -138,6 +138,7 @@ class DeviceRunner:
         rope = decoder.rope
         self._rope_table = None if rope.needs_lengths else rope.rows(torch.arange(table.max_len, device=device))
         self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, table.max_rows, device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: StepGraphs | None = None
         self._epoch = kv_cache.epoch
         self.progress = 0
@@ -252,7 +253,7 @@ class DeviceRunner:
     def _captured_step(self, key: GraphKey) -> torch.Tensor:
         """The step that is captured: logits of its sampling rows if it is mixed, else of all rows."""
         fields, sample_rows, tiles, adapted = self._captured_inputs(key)
-        project = self._project(key.adapted, adapted, SMALL_LORA_TILE)
+        project = self._project(key.adapted, adapted, SMALL_LORA_TILE, self._side)
         num_decodes = min(key.num_rows, self._kv.table.max_rows)
         x, delta = self._layers(fields, num_decodes, tiles if key.mixed else None, project)
         if key.mixed:
@@ -327,8 +328,10 @@ class DeviceRunner:
             return self._decoder.rope.rows(positions, fields[ROPE_LENGTHS])
         return Rows(*(table.index_select(0, positions) for table in self._rope_table))
 
-    def _project(self, adapted: bool, tiles: torch.Tensor, tile_rows: int) -> Project:
-        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace) if adapted else _base_project
+    def _project(
+        self, adapted: bool, tiles: torch.Tensor, tile_rows: int, side: torch.cuda.Stream | None = None
+    ) -> Project:
+        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace, side) if adapted else _base_project
 
     def _padding(self, num_rows: int) -> np.ndarray:
         """Fields of rows that store nothing, see nothing and belong to nobody."""
