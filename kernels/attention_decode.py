@@ -2,8 +2,8 @@
 
 Rows differ in length by orders of magnitude, so work is cut on the device: ``plan`` (once a step, for all layers that
 share a window) chooses one chunk length for the whole batch such that there are about ``TARGET_ITEMS`` chunks, and
-lists them. Every program of the attention kernel takes one chunk and one key/value head; a row of one chunk is written
-at once, others are put together by a second kernel. All sizes are data, so a captured graph serves any lengths.
+lists them. Every program of the attention kernel takes one chunk and one key/value head; where a row has several, the
+one that finishes last puts them together. All sizes are data, so a captured graph serves any lengths.
 Source of the split and its log-sum-exp reduction: Flash-Decoding (Dao et al., 2023).
 """
 
@@ -34,6 +34,7 @@ class DecodePlan:
         sizes: [2] int32: number of chunks in all, keys of a chunk.
         partial: [max_items, num_heads, head_dim] fp32, normalised results of chunks.
         lse: [max_items, num_heads] fp32, base-2 log-sum-exp of chunks.
+        arrived: [max_rows, num_heads] int32, chunks finished; 0 between two launches.
         window: Newest positions a token attends to, or None.
     """
 
@@ -42,6 +43,7 @@ class DecodePlan:
     sizes: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
+    arrived: torch.Tensor
     window: int | None
 
     @classmethod
@@ -56,7 +58,8 @@ class DecodePlan:
 
         partial = torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device)
         lse = torch.empty(max_items, num_heads, dtype=torch.float32, device=device)
-        return cls(integers(max_items, 2), integers(max_rows, 2), integers(2), partial, lse, window)
+        arrived = integers(max_rows, num_heads)
+        return cls(integers(max_items, 2), integers(max_rows, 2), integers(2), partial, lse, arrived, window)
 
 
 def plan(lengths: torch.Tensor, work: DecodePlan) -> None:
@@ -134,6 +137,7 @@ def attention_decode(
         work.sizes,
         work.partial,
         work.lse,
+        work.arrived,
         out,
         LOG2_E / head_dim**0.5,
         q.stride(0),
@@ -150,17 +154,6 @@ def attention_decode(
         PRECISION="ieee" if wide else "tf32",
         num_warps=NUM_WARPS,
         num_stages=2 if wide else NUM_STAGES,
-        **dependent(),
-    )
-    _reduce_kernel[(batch, num_heads)](
-        work.rows,
-        work.partial,
-        work.lse,
-        out,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_DIM=triton.next_power_of_2(head_dim),
-        num_warps=1,
         **dependent(),
     )
     return out
@@ -211,6 +204,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     sizes,
     partial,
     lse,
+    arrived,
     out,
     scale,
     q_row_stride,
@@ -272,38 +266,32 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
         sum_values = tl.dot(weight.to(value.dtype), value, sum_values, input_precision=PRECISION)
         best = new_best
     result = sum_values / total[:, None]
-    if tl.load(rows + 2 * row + 1) == 1:
-        place = row.to(tl.int64) * NUM_KV_HEADS * GROUP + head
-        tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=is_value)
-    else:
-        place = item.to(tl.int64) * NUM_KV_HEADS * GROUP + head
-        tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=is_value)
-        tl.store(lse + place, best + tl.log2(total), mask=member < GROUP)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_kernel(  # type: ignore[no-untyped-def]
-    rows, partial, lse, out, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PDL: tl.constexpr
-):
-    follow(PDL)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
     count = tl.load(rows + 2 * row + 1)
-    if count <= 1:
+    out_at = out + (row.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dim[None, :]
+    if count == 1:
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=is_value)
         return
-    first = tl.load(rows + 2 * row)
-    dim = tl.arange(0, BLOCK_DIM)
-    best = float("-inf")
-    total = 0.0
-    result = tl.zeros([BLOCK_DIM], tl.float32)
-    for index in range(first, first + count):
-        place = index * NUM_HEADS + head
-        own = tl.load(lse + place)
+    place = item * NUM_KV_HEADS * GROUP + head
+    tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], result, mask=is_value)
+    tl.store(lse + place, best + tl.log2(total), mask=member < GROUP)
+    tl.debug_barrier()  # all threads have written before one says so
+    counter = arrived + row * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") < count - 1:
+        return
+    tl.store(counter, 0)  # for the next layer
+    best = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    result = tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32)
+    first_item = tl.load(rows + 2 * row)
+    for index in range(first_item, first_item + count):
+        place = index * NUM_KV_HEADS * GROUP + head
+        own = tl.load(lse + place, mask=member < GROUP, other=0.0, cache_modifier=".cg")
         new_best = tl.maximum(best, own)
         shrink, weight = tl.exp2(best - new_best), tl.exp2(own - new_best)
-        value = tl.load(partial + place * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
-        result = result * shrink + value * weight
+        value = tl.load(
+            partial + place[:, None] * HEAD_DIM + dim[None, :], mask=is_value, other=0.0, cache_modifier=".cg"
+        )
+        result = result * shrink[:, None] + value * weight[:, None]
         total = total * shrink + weight
         best = new_best
-    place = row.to(tl.int64) * NUM_HEADS + head
-    tl.store(out + place * HEAD_DIM + dim, (result / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(out_at, (result / total[:, None]).to(out.dtype.element_ty), mask=is_value)

@@ -47,7 +47,7 @@ def enter_tokens(
 
     Args:
         tokens: [num_samples] int32.
-        sample_rows: [num_samples] int32, each token's column in ``fields``.
+        sample_rows: [num_samples] int32, each token's column in ``fields``; negative: the token is nobody's.
         fields: As for ``enter_rows``.
         token_table: [table_size, max_length] int32.
     """
@@ -101,7 +101,8 @@ def _enter_tokens_kernel(  # type: ignore[no-untyped-def]
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < num_samples
-    column = tl.load(sample_rows + index, mask=exists, other=0)
+    column = tl.load(sample_rows + index, mask=exists, other=-1)
+    exists = column >= 0
     position = tl.load(fields + field_stride + column, mask=exists, other=0) + 1
     row = tl.load(fields + 3 * field_stride + column, mask=exists, other=0)
     token = tl.load(tokens + index, mask=exists, other=0)

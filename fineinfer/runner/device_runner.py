@@ -20,7 +20,6 @@ from fineinfer.memory.kv_cache import KVCache
 from fineinfer.model.decoder import Decoder, LayerOps, Project
 from fineinfer.model.rope import Rows
 from fineinfer.runner.device_batch import (
-    IDS,
     LENGTHS,
     NUM_FIELDS,
     POSITIONS,
@@ -34,7 +33,7 @@ from fineinfer.runner.device_batch import (
 from fineinfer.runner.device_sampler import DeviceSampler, SampledRows
 from fineinfer.runner.prompt_logprobs import collect_prompt_logprobs, wants_prompt_logprobs
 from fineinfer.runner.results import ChunkResult
-from fineinfer.runner.step_graphs import GraphKey, StepGraphs
+from fineinfer.runner.step_graphs import GraphKey, Results, StepGraphs
 from fineinfer.scheduler.plan import Chunk
 
 SMALL_LORA_TILE, LARGE_LORA_TILE = 16, 64  # rows; small in captured steps, whose tile count is fixed
@@ -167,7 +166,8 @@ class DeviceRunner:
                 project = self._project(True, lora_tile, tile_rows)
                 num_rows = self._ids.shape[0]
                 while num_rows:  # how long sums are split differs with the number of rows
-                    fields = self._inputs.upload(self._padding(num_rows)).view(NUM_FIELDS, -1)
+                    padding, _ = self._padding(GraphKey(num_rows, False, False))
+                    fields = self._inputs.upload(padding).view(NUM_FIELDS, -1)
                     x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
                     num_rows //= 2
             logits = self._head(x, delta)
@@ -182,12 +182,13 @@ class DeviceRunner:
             batch = lay_out(chunks, self._kv)
             begin = self._event()
             key = self._captured_key(batch)
-            fields, logits, sample_rows = self._run(batch) if key is None else self._replay(batch, key)
-            sampling = [chunk for chunk in batch.chunks if chunk.samples]
-            sampled = None
+            fields, sample_rows, results = self._run(batch) if key is None else self._replay(batch, key)
+            sampling, sampled = [chunk for chunk in batch.chunks if chunk.samples], None
             if sampling:
-                tokens, sampled = self._sampler.launch(logits, sampling, self._tables[1])
-                token_tables.enter_tokens(tokens, sample_rows, fields, self._tables[1])
+                drawn = self._sampler.draw(results.logits, sampling, self._tables[1])
+                if drawn is not None:
+                    token_tables.enter_tokens(drawn[0], sample_rows, fields, self._tables[1])
+                sampled = self._sampler.send(results.logits, results.greedy if drawn is None else drawn, sampling)
             end = self._event()
         self.progress += self._decoder.spec.num_layers
         events = None if begin is None or end is None else (begin, end)
@@ -195,8 +196,8 @@ class DeviceRunner:
 
     # ------------------------------------------------------------ one forward
 
-    def _run(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Any batch, kernel by kernel; the fields, the sampling rows' logits, and those rows."""
+    def _run(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor, Results]:
+        """Any batch, kernel by kernel; the fields, the rows that sample, and what they gave."""
         tiles = attention_prefill.tiles(batch.spans, attention_prefill.block_rows(self._decoder.dtype))
         tile_rows = LARGE_LORA_TILE if batch.spans else SMALL_LORA_TILE
         num_lora = sum(-(-(segment.end - segment.start) // tile_rows) for segment in batch.segments)
@@ -209,9 +210,8 @@ class DeviceRunner:
         x, delta = self._layers(fields, batch.num_decodes, flat_tiles.view(-1, 4), project)
         if any(wants_prompt_logprobs(chunk) for chunk in batch.chunks):
             collect_prompt_logprobs(self._decoder, batch.chunks, x + delta)
-        if not batch.sample_rows:
-            return fields, x[:0], sample_rows
-        return fields, self._head(x.index_select(0, sample_rows), delta.index_select(0, sample_rows)), sample_rows
+        x, delta = x.index_select(0, sample_rows), delta.index_select(0, sample_rows)
+        return fields, sample_rows, self._choose(x, delta, sample_rows, fields)
 
     def _captured_key(self, batch: DeviceBatch) -> GraphKey | None:
         """The captured step that runs this batch, if any."""
@@ -219,16 +219,17 @@ class DeviceRunner:
             return None
         if any(wants_prompt_logprobs(chunk) for chunk in batch.chunks):
             return None
+        if not batch.spans and len(batch.sample_rows) < batch.num_rows:  # the end of a chunk of a prompt
+            return None
         return self._graphs.find(batch.num_rows, bool(batch.spans), bool(batch.segments))
 
-    def _replay(self, batch: DeviceBatch, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A batch padded to a captured step."""
+    def _replay(self, batch: DeviceBatch, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor, Results]:
+        """A batch padded to a captured step; as ``_run``."""
         if self._graphs is None:
             raise RuntimeError("nothing was captured")
-        padded = self._padding(key.num_rows)
+        padded, sample_rows = self._padding(key)
         padded[:, : batch.num_rows] = batch.fields
         num_samples = len(batch.sample_rows)
-        sample_rows = np.zeros(self._num_sample_rows(key), dtype=np.int32)
         sample_rows[:num_samples] = batch.sample_rows
         parts = [padded, sample_rows]
         if key.mixed:
@@ -239,26 +240,31 @@ class DeviceRunner:
         if key.adapted:
             parts.append(lora_tiles(batch.segments, SMALL_LORA_TILE, self._num_lora_tiles(key)))
         self._inputs.upload(*parts)
-        logits = self._graphs.replay(key)
-        fields, sample_rows_sent, _, _ = self._captured_inputs(key)
-        sample_rows_sent = sample_rows_sent[:num_samples]
-        if key.mixed or num_samples == batch.num_rows:
-            return fields, logits[:num_samples], sample_rows_sent
-        return fields, logits.index_select(0, sample_rows_sent), sample_rows_sent
+        logits, greedy = self._graphs.replay(key)
+        fields, sent_rows, _, _ = self._captured_inputs(key)
+        return fields, sent_rows[:num_samples], Results(logits[:num_samples], greedy[:, :num_samples])
 
     def _enter_padding(self, key: GraphKey) -> None:
-        rest = sum(tensor.numel() for tensor in self._captured_inputs(key)[1:])
-        self._inputs.upload(self._padding(key.num_rows), np.zeros(rest, dtype=np.int32))
+        rest = sum(tensor.numel() for tensor in self._captured_inputs(key)[2:])
+        self._inputs.upload(*self._padding(key), np.zeros(rest, dtype=np.int32))
 
-    def _captured_step(self, key: GraphKey) -> torch.Tensor:
-        """The step that is captured: logits of its sampling rows if it is mixed, else of all rows."""
+    def _captured_step(self, key: GraphKey) -> Results:
+        """The step that is captured; the greedy tokens go into the token table, others may overwrite them there."""
         fields, sample_rows, tiles, adapted = self._captured_inputs(key)
         project = self._project(key.adapted, adapted, SMALL_LORA_TILE, self._side)
         num_decodes = min(key.num_rows, self._kv.table.max_rows)
         x, delta = self._layers(fields, num_decodes, tiles if key.mixed else None, project)
         if key.mixed:
-            x, delta = x.index_select(0, sample_rows), delta.index_select(0, sample_rows)
-        return self._head(x, delta)
+            rows = sample_rows.clamp_min(0)
+            x, delta = x.index_select(0, rows), delta.index_select(0, rows)
+        return self._choose(x, delta, sample_rows, fields)
+
+    def _choose(self, x: torch.Tensor, delta: torch.Tensor, sample_rows: torch.Tensor, fields: torch.Tensor) -> Results:
+        """Logits of the sampling rows and their greedy tokens, which are entered."""
+        logits = self._head(x, delta)
+        greedy = self._sampler.greedy(logits)
+        token_tables.enter_tokens(greedy[0], sample_rows, fields, self._tables[1])
+        return Results(logits, greedy)
 
     def _captured_inputs(self, key: GraphKey) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fields, sampling rows, attention tiles and LoRA tiles of a captured step, at their fixed places."""
@@ -333,12 +339,12 @@ class DeviceRunner:
     ) -> Project:
         return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace, side) if adapted else _base_project
 
-    def _padding(self, num_rows: int) -> np.ndarray:
-        """Fields of rows that store nothing, see nothing and belong to nobody."""
-        fields = np.zeros((NUM_FIELDS, num_rows), dtype=np.int32)
-        fields[SLOTS], fields[TABLE_ROWS] = -1, self._sink_row
-        fields[IDS], fields[ROPE_LENGTHS] = 0, 1
-        return fields
+    def _padding(self, key: GraphKey) -> tuple[np.ndarray, np.ndarray]:
+        """Fields of rows that store nothing, see nothing and belong to nobody, and the rows that sample."""
+        fields = np.zeros((NUM_FIELDS, key.num_rows), dtype=np.int32)
+        fields[SLOTS], fields[TABLE_ROWS], fields[ROPE_LENGTHS] = -1, self._sink_row, 1
+        count = self._num_sample_rows(key)
+        return fields, np.full(count, -1, dtype=np.int32) if key.mixed else np.arange(count, dtype=np.int32)
 
     def _follow_moves(self) -> None:
         """Copy the table of open rows again after live slots have moved."""

@@ -77,10 +77,14 @@ class DeviceSampler:
         # first counter and numbers of each request that draws
         self._draws: WeakKeyDictionary[Sequence, tuple[int, np.ndarray]] = WeakKeyDictionary()
 
-    def launch(
-        self, logits: torch.Tensor, chunks: list[Chunk], token_table: torch.Tensor
-    ) -> tuple[torch.Tensor, SampledRows]:
-        """Choose a token for each row.
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """The most likely token of each row: [2, S] int32, ids and whether the logits were usable."""
+        chosen = torch.empty(2, logits.shape[0], dtype=torch.int32, device=self._device)
+        sampling.argmax(logits, chosen[0], chosen[1], self._workspace)
+        return chosen
+
+    def draw(self, logits: torch.Tensor, chunks: list[Chunk], token_table: torch.Tensor) -> torch.Tensor | None:
+        """Choose a token for each row as its request asks.
 
         Args:
             logits: [S, vocab_size] in the model's dtype.
@@ -88,20 +92,20 @@ class DeviceSampler:
             token_table: [table_size, max_length] int32, tokens of each request by position.
 
         Returns:
-            The token ids, [S] int32 on the device, and the same on their way to the host.
+            As ``greedy``; None where that is what every request asks for.
         """
-        chosen = torch.empty(2, len(chunks), dtype=torch.int32, device=self._device)
         sequences = [chunk.sequence for chunk in chunks]
-        adjusted = logits
+        is_greedy = all(sequence.sampling.temperature == 0.0 for sequence in sequences)
         if any(_is_adjusted(sequence) for sequence in sequences):
-            adjusted = self._adjust(logits.to(torch.float32, copy=True), chunks, token_table)
-        if all(sequence.sampling.temperature == 0.0 for sequence in sequences):
-            sampling.argmax(adjusted, chosen[0], chosen[1], self._workspace)
-        else:
-            values = self._upload_rows([self._sampling_values(sequence) for sequence in sequences])
-            temperature, top_k, top_p, min_p, draw = values
-            sampling.sample(adjusted, temperature, top_k.int(), top_p, min_p, draw, chosen[0], chosen[1])
-        return chosen[0], self._send(logits, chosen, sequences)
+            logits = self._adjust(logits.to(torch.float32, copy=True), chunks, token_table)
+        elif is_greedy:
+            return None
+        if is_greedy:
+            return self.greedy(logits)
+        chosen = torch.empty(2, len(chunks), dtype=torch.int32, device=self._device)
+        temperature, top_k, top_p, min_p, draw = self._upload_rows([self._sampling_values(s) for s in sequences])
+        sampling.sample(logits, temperature, top_k.int(), top_p, min_p, draw, chosen[0], chosen[1])
+        return chosen
 
     def warm_up(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
         """Compile every kernel; ``logits`` [1, vocab_size] may hold anything."""
@@ -168,7 +172,9 @@ class DeviceSampler:
             values |= dict.fromkeys((*self._eos, *params.stop_token_ids), MASKED)
         return list(values.items())
 
-    def _send(self, logits: torch.Tensor, chosen: torch.Tensor, sequences: list[Sequence]) -> SampledRows:
+    def send(self, logits: torch.Tensor, chosen: torch.Tensor, chunks: list[Chunk]) -> SampledRows:
+        """Send what was chosen to the host, with the log-probabilities that are asked for."""
+        sequences = [chunk.sequence for chunk in chunks]
         rows = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         if not rows:
             return SampledRows(self._to_host(chosen), [], [], None, None)

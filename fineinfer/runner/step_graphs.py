@@ -16,6 +16,18 @@ _DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, 513,
 _MIXED_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 
 
+class Results(NamedTuple):
+    """What a step leaves on the device.
+
+    Attributes:
+        logits: [num_samples, vocab_size] in the model's dtype.
+        greedy: [2, num_samples] int32: the most likely token, and 1 where the logits were usable.
+    """
+
+    logits: torch.Tensor
+    greedy: torch.Tensor
+
+
 class GraphKey(NamedTuple):
     """Which captured step.
 
@@ -45,7 +57,8 @@ class StepGraphs:
 
     Args:
         prepare: Puts padding into the inputs of a key's step, for the runs before it is used.
-        forward: Runs the step of a key and returns its logits; reads its inputs at fixed addresses and never waits.
+        forward: Runs the step of a key and returns logits and greedy choices; reads its inputs at fixed addresses and
+            never waits.
         num_decode_rows: Largest decode step.
         num_mixed_rows: Largest mixed step.
 
@@ -57,13 +70,13 @@ class StepGraphs:
     def __init__(
         self,
         prepare: Callable[[GraphKey], None],
-        forward: Callable[[GraphKey], torch.Tensor],
+        forward: Callable[[GraphKey], Results],
         num_decode_rows: int,
         num_mixed_rows: int,
     ) -> None:
         self._prepare, self._forward = prepare, forward
         self._decode, self._mixed = decode_buckets(num_decode_rows), mixed_buckets(num_mixed_rows)
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Results]] = {}
         self._pool: Any = None  # the handle the first capture makes
         self.capture_s = 0.0
         self.pool_bytes = 0
@@ -96,15 +109,15 @@ class StepGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = self._forward(key)
+                results = self._forward(key)
             self._pool = self._pool or graph.pool()
-            self._graphs[key] = graph, logits
+            self._graphs[key] = graph, results
         torch.cuda.synchronize()
         self.capture_s += time.perf_counter() - started_s
         self.pool_bytes += max(0, torch.cuda.memory_reserved() - reserved)
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        """Run a captured step on the inputs as they are now; its logits, overwritten by the next replay."""
-        graph, logits = self._graphs[key]
+    def replay(self, key: GraphKey) -> Results:
+        """Run a captured step on the inputs as they are now; its results, overwritten by the next replay."""
+        graph, results = self._graphs[key]
         graph.replay()
-        return logits
+        return results
