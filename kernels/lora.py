@@ -19,9 +19,9 @@ BLOCK_RANK = 16  # smallest side tl.dot takes; a rank of 4 pays for 16
 MAX_MODULES = 3
 MIN_SPLIT = 512  # input features that one program of the shrink kernel sums up at least, if it splits
 MAX_SPLITS = 16
-SPLIT_TILES = 64  # tiles x splits up to which splitting pays; times modules it fills 132 SMs
+SPLIT_TILES = 32  # tiles x splits up to which splitting pays; times modules it fills 132 SMs
 _BLOCK_IN = {16: 128, 64: 64}  # by rows of a tile
-_BLOCK_OUT = 128
+_BLOCK_OUT = 256
 
 
 def shrink_splits(num_rows: int, in_features: int, block_m: int) -> int:

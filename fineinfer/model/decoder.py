@@ -33,11 +33,11 @@ class LayerOps(NamedTuple):
 
     Attributes:
         add_norm: (x, delta or None, weight, eps) -> (norm of x + delta, x + delta); may change ``x`` in place.
-        silu_and_mul: [num_tokens, 2 * intermediate] -> [num_tokens, intermediate].
+        gated: (project, layer, h, gate_up weight) -> SiLU(gate) * up, [num_tokens, intermediate].
     """
 
     add_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    gated: Callable[[Project, int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _add_norm(
@@ -46,7 +46,11 @@ def _add_norm(
     return (rms_norm(x, weight, eps), x) if delta is None else add_rms_norm(x, delta, weight, eps)
 
 
-REFERENCE_OPS = LayerOps(_add_norm, silu_and_mul)  # out of place and differentiable
+def _gated(project: Project, layer_index: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return silu_and_mul(project(layer_index, "gate_up", h, weight, None))
+
+
+REFERENCE_OPS = LayerOps(_add_norm, _gated)  # out of place and differentiable
 
 
 def plain_project(
@@ -169,7 +173,7 @@ class Decoder(nn.Module):
         h, x = ops.add_norm(
             x, project(index, "o", attended, weights.o, weights.o_bias), weights.mlp_norm, spec.rms_norm_eps
         )
-        h = ops.silu_and_mul(project(index, "gate_up", h, weights.gate_up, None))
+        h = ops.gated(project, index, h, weights.gate_up)
         return x, project(index, "down", h, weights.down, None)
 
     def weights(self, index: int) -> DecoderLayer:

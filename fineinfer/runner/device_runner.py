@@ -52,7 +52,11 @@ def _base_project(
     return device_linear(x, weight, bias)
 
 
-FUSED_OPS = LayerOps(_add_norm, activation.silu_and_mul)
+def _gated(project: Project, layer: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return activation.silu_and_mul(project(layer, "gate_up", h, weight, None))
+
+
+FUSED_OPS = LayerOps(_add_norm, _gated)
 
 
 @dataclass(frozen=True)
