@@ -167,7 +167,7 @@ class SchedulerConfig:
         1.0, _float(0), "SECONDS", "deferred: longest a waiting request may be held back for training."
     )
     max_num_seqs: int | None = _setting(
-        None, _int(1), "N", "Most requests that run at once; default: 64 on the CPU, 256 on CUDA."
+        None, _int(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
     )
     max_num_batched_tokens: int | None = _setting(
         None, _int(1), "TOKENS", "Most tokens of one engine step; default: chosen by device."

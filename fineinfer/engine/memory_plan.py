@@ -15,7 +15,10 @@ from fineinfer.engine.settings import EngineSettings
 GIB = 1 << 30
 CPU_BUDGET_SHARE = 0.5  # of the memory available at start: a laptop's owner keeps the other half
 CUDA_TRAINING_SHARE = 0.5  # of what weights, workspace and adapters leave: the pool cannot shrink there yet
-DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+CPU_MAX_NUM_SEQS = 64
+# of CUDA: as many requests as the pool holds at a mean length, within what one decode step serves well
+MEAN_REQUEST_TOKENS, MIN_NUM_SEQS, MAX_NUM_SEQS = 512, 16, 512
+WORKSPACE_SHARE = 0.25  # of what weights and adapters leave; a larger one halves the rows of a forward
 # rows of one forward: a CPU prefill chunk of 512 rows of a 135M model takes about half a second, the bound on how
 # long one prompt may hold up the others' tokens
 DEFAULT_MAX_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -73,6 +76,24 @@ def memory_budget(settings: EngineSettings, device: torch.device) -> int:
         taken_by_others = total - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
         return int(total * settings.gpu_memory_utilization) - max(0, taken_by_others)
     return int(psutil.virtual_memory().available * CPU_BUDGET_SHARE)
+
+
+def pick_max_num_seqs(settings: EngineSettings, device: torch.device, left: int, bytes_per_slot: int) -> int:
+    """Most requests at once: as told, else what memory and device can serve.
+
+    Args:
+        settings: For an explicit number or KV size.
+        device: Where requests run.
+        left: Bytes that weights and adapters leave.
+        bytes_per_slot: K and V of one token over all layers.
+    """
+    if settings.max_num_seqs is not None:
+        return settings.max_num_seqs
+    if device.type == "cpu":
+        return CPU_MAX_NUM_SEQS
+    pool = settings.kv_cache_memory_bytes or int(left * (1 - CUDA_TRAINING_SHARE))
+    fitting = pool // bytes_per_slot // MEAN_REQUEST_TOKENS
+    return min(MAX_NUM_SEQS, max(MIN_NUM_SEQS, fitting // MIN_NUM_SEQS * MIN_NUM_SEQS))
 
 
 def measure_workspace(forward: Callable[[], object], device: torch.device) -> int:

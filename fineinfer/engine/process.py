@@ -21,14 +21,14 @@ from fineinfer.engine.memory_ladder import KV, MemoryLadder
 from fineinfer.engine.memory_plan import (
     DEFAULT_MAX_BATCHED_TOKENS,
     DEFAULT_MAX_MIXED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
     MemoryPlan,
     MemoryPlanError,
     make_plan,
     memory_budget,
+    pick_max_num_seqs,
 )
 from fineinfer.engine.outbox import Outbox
-from fineinfer.engine.runners import RunnerParts, make_runner, measure_serving, pick_backend, prepare
+from fineinfer.engine.runners import RunnerParts, fit_serving, make_runner, pick_backend, prepare
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.statistics import Counters, StatisticsSource
 from fineinfer.engine.training_host import TrainingHost
@@ -48,11 +48,10 @@ from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 
 @dataclass(frozen=True)
 class Base:
-    """What exists before memory is divided."""
+    """What the parts of the loop are made of."""
 
     model: LoadedModel
     adapters: AdapterRegistry
-    limits: SchedulerLimits
     max_model_len: int
     device: torch.device
     runner_parts: RunnerParts
@@ -103,25 +102,31 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         seed=settings.seed,
     )
     max_model_len = pick_context_length(settings, model)
+    spec, dtype = model.spec, next(model.decoder.parameters()).dtype
+    adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
+    kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
+    left = budget - weights - adapters.stacks.num_bytes
     limits = SchedulerLimits(
-        settings.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device.type],
+        pick_max_num_seqs(settings, device, left, kv_spec.bytes_per_slot),
         settings.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type],
         settings.deferral_bound_s,
         DEFAULT_MAX_MIXED_TOKENS[device.type],
     )
-    spec, dtype = model.spec, next(model.decoder.parameters()).dtype
-    adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
-    kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     backend = pick_backend(settings, device)
     parts = RunnerParts(model.decoder, adapters, limits, device, backend, settings.enforce_eager)
-    base = Base(model, adapters, limits, max_model_len, device, parts)
-    plan = plan_memory(settings, budget, base, kv_spec)
+    parts, workspace = fit_serving(settings, parts, max_model_len, kv_spec, left)
+    trim_heap()
+    fixed = {"weights": weights, "workspace": workspace, "adapters": adapters.stacks.num_bytes}
+    max_slots = limits.max_num_seqs * max_model_len
+    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic=device.type == "cpu")
     kv_cache = KVCache(
         plan.kv_slots_now,
         limits.max_num_seqs,
         min(max_model_len, plan.kv_slots_max),
         pool=KVPool(kv_spec, plan.kv_slots_max, device),
     )
+    base = Base(model, adapters, max_model_len, device, parts)
     return wire(settings, token, base, kv_cache, plan)
 
 
@@ -138,21 +143,6 @@ def pick_context_length(settings: EngineSettings, model: LoadedModel) -> int:
     if settings.max_model_len is not None and settings.max_model_len > own:
         raise ValueError(f"--max-model-len {settings.max_model_len} exceeds the model's {own} positions")
     return settings.max_model_len or own
-
-
-def plan_memory(settings: EngineSettings, budget: int, base: Base, kv_spec: KVSpec) -> MemoryPlan:
-    """Measure the largest serving forward on a throw-away pool, then divide the budget."""
-    model, device = base.model, base.device
-    weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
-    workspace = measure_serving(base.runner_parts, base.max_model_len, kv_spec)
-    trim_heap()
-    fixed = {
-        "weights": weights,
-        "workspace": workspace,
-        "adapters": base.adapters.stacks.num_bytes,
-    }
-    max_slots = base.limits.max_num_seqs * base.max_model_len
-    return make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic=device.type == "cpu")
 
 
 def lease_plan(plan: MemoryPlan) -> MemoryGovernor:
@@ -173,7 +163,7 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     """Connect the parts of the loop; the only place that knows all of them."""
     model, adapters, device = base.model, base.adapters, base.device
     governor = lease_plan(plan)
-    scheduler = Scheduler(kv_cache, base.limits, POLICIES[settings.policy])
+    scheduler = Scheduler(kv_cache, base.runner_parts.limits, POLICIES[settings.policy])
     latency, counters = LatencyModel(), Counters()
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
     runner = make_runner(base.runner_parts, kv_cache)

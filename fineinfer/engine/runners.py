@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fineinfer.adapters.registry import AdapterRegistry
-from fineinfer.engine.memory_plan import measure_workspace
+from fineinfer.engine.memory_plan import WORKSPACE_SHARE, measure_workspace
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
@@ -25,6 +26,7 @@ from fineinfer.scheduler.sequence import Sequence
 if TYPE_CHECKING:
     from fineinfer.runner.device_runner import DeviceRunner
 
+MIN_BATCHED_TOKENS = 512
 SAMPLING_BYTES_PER_LOGIT = 12  # logits, an fp32 copy for penalties, log-probabilities
 
 
@@ -98,6 +100,30 @@ def prepare(parts: RunnerParts, runner: Runner) -> str | None:
     graphs = runner.capture_graphs()  # type: ignore[attr-defined]
     mib = graphs.pool_bytes / 2**20
     return f"{said}; {graphs.num_graphs} steps captured in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
+
+
+def fit_serving(
+    settings: EngineSettings, parts: RunnerParts, max_model_len: int, spec: KVSpec, left: int
+) -> tuple[RunnerParts, int]:
+    """Measure the workspace; unless they were asked for, halve the rows of a forward until it takes a fair share.
+
+    Args:
+        settings: For an explicit number of rows.
+        parts: With the limits to begin with.
+        max_model_len: Longest sequence.
+        spec: Of the KV pool.
+        left: Bytes that weights and adapters leave.
+
+    Returns:
+        The parts with the limits that fit, and the bytes that serving needs besides weights, adapters and pool.
+    """
+    while True:
+        workspace = measure_serving(parts, max_model_len, spec)
+        rows = parts.limits.max_num_batched_tokens
+        if settings.max_num_batched_tokens or rows <= MIN_BATCHED_TOKENS or workspace <= WORKSPACE_SHARE * left:
+            return parts, workspace
+        limits = dataclasses.replace(parts.limits, max_num_batched_tokens=max(MIN_BATCHED_TOKENS, rows // 2))
+        parts = dataclasses.replace(parts, limits=limits)
 
 
 def measure_serving(parts: RunnerParts, max_model_len: int, spec: KVSpec) -> int:

@@ -13,9 +13,9 @@ from fineinfer.scheduler.plan import Chunk
 
 NUM_HOST_COPIES = 3  # a host array is written again only after the step that read it was collected
 # what each row is; IDS: token id, negative where only the device knows it; SLOTS: negative for a padding row; LENGTHS:
-# tokens that a decode row sees, 0 for every other
-IDS, POSITIONS, SLOTS, TABLE_ROWS, LENGTHS, ROPE_LENGTHS = range(6)
-NUM_FIELDS = 6
+# tokens that a decode row sees, 0 for every other; ADAPTERS: slot, negative for none
+IDS, POSITIONS, SLOTS, TABLE_ROWS, LENGTHS, ROPE_LENGTHS, ADAPTERS = range(7)
+NUM_FIELDS = 7
 Fields = np.ndarray  # [NUM_FIELDS, num_rows] int32
 
 
@@ -126,6 +126,7 @@ def _fill_decodes(fields: Fields, chunks: list[Chunk], kv_cache: KVCache) -> Non
     fields[SLOTS] = kv_cache.table.slots[rows, positions]
     fields[TABLE_ROWS] = rows
     fields[LENGTHS] = positions + 1
+    fields[ADAPTERS] = [_adapter_of(chunk) for chunk in chunks]
     # positions of the prompt were rotated for the whole prompt, later ones for their own length (as transformers)
     fields[ROPE_LENGTHS] = np.maximum([len(chunk.sequence.prompt) for chunk in chunks], positions + 1)
 
@@ -138,6 +139,7 @@ def _fill_span(fields: Fields, chunk: Chunk, row: int, kv_cache: KVCache) -> Non
     fields[SLOTS] = kv_cache.table.slots[row, chunk.start : stop]
     fields[TABLE_ROWS] = row
     fields[LENGTHS] = 0
+    fields[ADAPTERS] = _adapter_of(chunk)
     fields[ROPE_LENGTHS] = np.maximum(len(chunk.sequence.prompt), positions + 1)
 
 

@@ -15,11 +15,12 @@ import torch
 from fineinfer.adapters.batch import DeviceProjection, lora_tiles, make_workspace, max_tiles
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store, token_tables
-from fineinfer.kernels.few_rows_linear import device_linear
+from fineinfer.kernels.few_rows_linear import device_linear, few_rows_gated, has_few_rows
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.model.decoder import Decoder, LayerOps, Project
 from fineinfer.model.rope import Rows
 from fineinfer.runner.device_batch import (
+    ADAPTERS,
     LENGTHS,
     NUM_FIELDS,
     POSITIONS,
@@ -53,6 +54,8 @@ def _base_project(
 
 
 def _gated(project: Project, layer: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if project is _base_project and has_few_rows(h):
+        return few_rows_gated(h, weight)
     return activation.silu_and_mul(project(layer, "gate_up", h, weight, None))
 
 
@@ -346,7 +349,8 @@ class DeviceRunner:
     def _padding(self, key: GraphKey) -> tuple[np.ndarray, np.ndarray]:
         """Fields of rows that store nothing, see nothing and belong to nobody, and the rows that sample."""
         fields = np.zeros((NUM_FIELDS, key.num_rows), dtype=np.int32)
-        fields[SLOTS], fields[TABLE_ROWS], fields[ROPE_LENGTHS] = -1, self._sink_row, 1
+        fields[SLOTS] = fields[ADAPTERS] = -1
+        fields[TABLE_ROWS], fields[ROPE_LENGTHS] = self._sink_row, 1
         count = self._num_sample_rows(key)
         return fields, np.full(count, -1, dtype=np.int32) if key.mixed else np.arange(count, dtype=np.int32)
 

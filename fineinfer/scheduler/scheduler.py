@@ -13,6 +13,7 @@ from fineinfer.scheduler.policy import LoadState, Policy
 from fineinfer.scheduler.sequence import Sequence
 
 BACKLOG_STEPS = 4  # a backlog of prompt tokens is spread over at least so many forwards
+MIN_PREFILL_ROWS = 256  # beside however many decode rows: fewer would starve the prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class SchedulerLimits:
         max_num_seqs: Most requests that hold KV at once.
         max_num_batched_tokens: Most rows of one forward.
         max_mixed_tokens: Rows that a forward with decode rows among them has as a rule, so that their next tokens are
-            not held up; more when the prompts wait longer than ``BACKLOG_STEPS`` such forwards. None is no such rule.
+            not held up; more when there are many of them or the prompts would wait for more than ``BACKLOG_STEPS``
+            such forwards. None is no such rule.
         deferral_bound_s: Longest a waiting request may be held back for training.
     """
 
@@ -149,7 +151,7 @@ class Scheduler:
         limit, most = self._limits.max_mixed_tokens, self._limits.max_num_batched_tokens
         if limit is not None and num_decodes:
             backlog = sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1)
-            most = min(most, max(limit, num_decodes + backlog // BACKLOG_STEPS))
+            most = min(most, max(limit, num_decodes + max(MIN_PREFILL_ROWS, backlog // BACKLOG_STEPS)))
         return max(0, most - num_decodes)
 
     def _pick_victim(self, planned: set[str]) -> Sequence | None:
