@@ -37,11 +37,12 @@ lint: install
 test: install
 	$(BIN)/pytest $(ARGS)
 
+# The kernel tests of tests/unit too: on a GPU they run the compiled kernels instead of the interpreter.
 test-gpu: install
-	$(BIN)/pytest -m gpu $(ARGS)
+	$(BIN)/pytest -m "gpu or not gpu" tests/gpu tests/unit/test_kernel_*.py $(ARGS)
 
 bench: install
-	$(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

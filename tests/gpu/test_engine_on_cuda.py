@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..unit.engine_harness import Harness
+from ..unit.engine_harness import Harness, publish
 
 pytestmark = pytest.mark.gpu
 NUM_NEW = 48
@@ -106,3 +106,29 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours(engine, prompts) -> 
     (alone,) = answers(harness, prompts[:1], 32, **drawn)
     together = answers(harness, [prompts[0]] * 3 + prompts[1:40], 32, **drawn)
     assert together[:3] == [alone] * 3
+
+
+def test_adapters_give_the_tokens_of_the_reference_operations(tmp_path: Path) -> None:
+    """Base rows and two adapters in one batch on a tiny model; the second one is published while the first serves."""
+    prompts = {f"r{n}": [5 + (7 * n + i) % 90 for i in range(10 + 9 * n)] for n in range(12)}
+
+    def run(backend: str) -> dict[str, list[int]]:
+        folder = tmp_path / backend
+        folder.mkdir()
+        harness = Harness(
+            folder, device="cuda", attention_backend=backend, memory_budget=4 << 30, max_loras=2, max_lora_rank=8,
+            max_num_seqs=12, max_num_batched_tokens=128,
+        )  # fmt: skip
+        publish(harness, "a", tmp_path / "one", 1)
+        for n, (name, prompt) in enumerate(prompts.items()):
+            if n == 8:
+                publish(harness, "b", tmp_path / "two", 2)
+            harness.add(name, prompt, adapter=(None, "a", "b" if n >= 8 else "a")[n % 3], max_tokens=24)
+        harness.run()
+        tokens = {name: harness.tokens(name) for name in prompts}
+        harness.close()
+        return tokens
+
+    want, got = run("reference"), run("triton")
+    assert got == want
+    assert len({tuple(tokens[:8]) for tokens in want.values()}) > 8, "the prompts give too few different answers"

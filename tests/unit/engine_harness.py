@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import zmq
 
+from fineinfer.adapters.peft_io import content_hash, save_adapter
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.ipc import Codec
-from fineinfer.messages import AddRequest, FromEngine, Outputs, RequestOutput
+from fineinfer.messages import AddRequest, FromEngine, LoraSpec, Outputs, RequestOutput, SetAdapter
 from fineinfer.request import SamplingParams
 
 TOKEN = b"t" * 32
@@ -82,3 +85,15 @@ class Harness:
     def close(self) -> None:
         self._socket.close(0)
         self.parts.inbox._router.close()
+
+
+def publish(harness: Harness, name: str, folder: Path, seed: int) -> None:
+    """Write a random adapter and register it as ``name@seed``."""
+    spec = LoraSpec(r=4, lora_alpha=8)
+    shape = harness.parts.training._decoder.spec
+    weights = LoraWeights.init(LoraLayout.uniform(shape, spec), torch.float32, "cpu", seed)
+    weights.flat.add_(0.1 * torch.randn(weights.flat.shape, generator=torch.Generator().manual_seed(seed)))
+    folder.mkdir(exist_ok=True)
+    save_adapter(weights, spec, "m", folder)
+    version = content_hash(folder)
+    harness.send(SetAdapter(name=name, version=version, step=seed, directory=str(folder)))

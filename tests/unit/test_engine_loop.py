@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from fineinfer.adapters.peft_io import content_hash, save_adapter
-from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.kernels import attention_decode
-from fineinfer.messages import AbortRequest, FinishRequest, LoraSpec, ResizeKV, SetAdapter
+from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV
 from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 
-from .engine_harness import BYTES_PER_SLOT, Harness
+from .engine_harness import BYTES_PER_SLOT, Harness, publish
 
 
 @pytest.fixture
@@ -82,17 +78,6 @@ def test_shrinking_and_growing_while_requests_run_changes_no_token(make):
     moving.run(resize)
     assert {name: moving.tokens(name) for name in PROMPTS} == want
     assert len(sizes) >= 3 and moving.parts.ladder._kv.epoch > 0, "no live slot was moved, so nothing is tested"
-
-
-def publish(harness: Harness, name: str, folder: Path, seed: int) -> None:
-    spec = LoraSpec(r=4, lora_alpha=8)
-    shape = harness.parts.training._decoder.spec
-    weights = LoraWeights.init(LoraLayout.uniform(shape, spec), torch.float32, "cpu", seed)
-    weights.flat.add_(0.1 * torch.randn(weights.flat.shape, generator=torch.Generator().manual_seed(seed)))
-    folder.mkdir(exist_ok=True)
-    save_adapter(weights, spec, "m", folder)
-    version = content_hash(folder)
-    harness.send(SetAdapter(name=name, version=version, step=seed, directory=str(folder)))
 
 
 def test_more_adapters_than_slots_wait_their_turn(make, tmp_path):
