@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fineinfer.adapters.config import BLOCK_MODULES
-from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks
+from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks, BlockStack
 from fineinfer.kernels.linear import linear
 from fineinfer.kernels.reference import lora_grouped
 
@@ -62,25 +62,33 @@ class ServingProjection:
         return y
 
 
-def max_tiles(max_rows: int, num_slots: int, block_m: int) -> int:
-    """Most tiles that up to ``max_rows`` rows, sorted by adapter over ``num_slots`` slots, can need."""
-    num_adapters = min(num_slots, max_rows)  # each adapter's first row opens a tile
-    return num_adapters + (max_rows - num_adapters) // block_m
+def max_tiles(max_rows: int, num_segments: int, block_m: int) -> int:
+    """Most tiles that up to ``max_rows`` rows with up to ``num_segments`` adapter segments can need."""
+    num_runs = min(2 * num_segments + 1, max_rows)  # a gap before, between and after; each run's first row opens a tile
+    return num_runs + (max_rows - num_runs) // block_m
 
 
-def lora_tiles(segments: Sequence[AdapterSegment], block_m: int, max_tiles: int) -> np.ndarray:
-    """Cut segments into tiles of at most ``block_m`` rows.
+def lora_tiles(segments: Sequence[AdapterSegment], num_rows: int, block_m: int, max_tiles: int) -> np.ndarray:
+    """Cut all rows into tiles of at most ``block_m`` rows of one adapter, or of none.
 
     Returns:
-        [max_tiles, 3] int32: first row, number of rows, slot; the tiles left over are zero, which is padding.
+        [max_tiles, 3] int32: first row, number of rows, slot (-1: no adapter); the tiles left over are zero, which is
+        padding.
 
     Raises:
-        ValueError: The segments need more tiles.
+        ValueError: The rows need more tiles, or the segments overlap or leave the batch.
     """
+    runs, covered = [], 0
+    for slot, start, end in sorted(segments, key=lambda segment: (segment.start, segment.end)):
+        if start < covered or end < start:
+            raise ValueError(f"rows {start} to {end} of slot {slot} overlap the rows before them")
+        runs += [(-1, covered, start), (slot, start, end)]
+        covered = end
+    if covered > num_rows:
+        raise ValueError(f"the segments end at row {covered} of {num_rows}")
+    runs.append((-1, covered, num_rows))
     cut = [
-        (first, min(block_m, segment.end - first), segment.slot)
-        for segment in segments
-        for first in range(segment.start, segment.end, block_m)
+        (first, min(block_m, end - first), slot) for slot, start, end in runs for first in range(start, end, block_m)
     ]
     if len(cut) > max_tiles:
         raise ValueError(f"the batch needs {len(cut)} tiles of {block_m} rows, there is room for {max_tiles}")
@@ -99,14 +107,26 @@ def make_workspace(max_rows: int, stacks: AdapterStacks, device: torch.device) -
     return torch.empty(most, dtype=torch.float32, device=device)
 
 
+class _Pending(NamedTuple):
+    """An adapter's part that the base output of a block still lacks."""
+
+    stack: BlockStack
+    shrunk: torch.Tensor
+
+
 class DeviceProjection:
-    """What ``ServingProjection`` computes, on a GPU: two launches a block, and what varies is data, for CUDA graphs.
+    """What ``ServingProjection`` computes, on a GPU; what varies is data, for CUDA graphs.
+
+    Each block's rows are shrunk beside the base product. Of few rows only query, key and value are expanded by a launch
+    of its own: ``gated`` expands in the activation, and "o" and "down" are left to the norm that follows (``add_norm``)
+    or, after the last layer, to ``flush``. So ``add_norm`` and ``gated`` belong into the decoder's ``LayerOps``.
 
     Args:
         stacks: The registry's weights; the tiles' slots are pinned.
         tiles: [num_tiles, 3] int32 on the device, from ``lora_tiles``; may be rewritten between calls.
+        row_slots: [num_rows] int32 on the device, the slot of each row as in ``tiles``, negative: no adapter.
         block_m: Rows of a tile, 16 (decode) or 64 (prefill).
-        workspace: From ``make_workspace`` for at least as many rows.
+        workspace: From ``make_workspace`` for at least as many rows; holds one block's shrunk rows at a time.
         side: Shrinks run on this stream beside the base product, which leaves arithmetic idle at decode; None runs
             them before it. For captured steps: there the fork costs nothing.
     """
@@ -115,24 +135,70 @@ class DeviceProjection:
         self,
         stacks: AdapterStacks,
         tiles: torch.Tensor,
+        row_slots: torch.Tensor,
         block_m: int,
         workspace: torch.Tensor,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        from fineinfer.kernels import few_rows_linear, lora  # here, so that a CPU needs no Triton
+        from fineinfer.kernels import few_rows_linear, lora, lora_epilogue, norm  # here: a CPU needs no Triton
 
-        self._lora, self._linear = lora, few_rows_linear.device_linear
-        self._stacks, self._tiles, self._block_m, self._workspace = stacks, tiles, block_m, workspace
-        self._side = side
+        self._lora, self._epilogue, self._norm = lora, lora_epilogue, norm
+        self._linear = few_rows_linear.device_linear
+        self._stacks, self._tiles, self._row_slots, self._block_m = stacks, tiles, row_slots, block_m
+        self._workspace, self._side = workspace, side
+        self._pending: _Pending | None = None
 
     def __call__(
         self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_tokens, in] -> [num_tokens, out] of one fused block.
+        """[num_rows, in] -> [num_rows, out] of one fused block; of "o" and "down" maybe without the adapters' part.
 
         Raises:
             ValueError: More rows than the workspace has room for, or tensors that do not fit the adapters'.
+            RuntimeError: The block before still lacks its adapters' part.
         """
+        y, part = self._product(layer_index, block, x, weight, bias)
+        if block in ("o", "down") and x.shape[0] <= self._epilogue.MAX_NORM_ROWS:
+            self._pending = part
+            return y
+        return self._expand(y, part)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm of ``x + delta``, what ``delta`` still lacks included, and that sum, which is ``x`` changed in place.
+
+        Raises:
+            ValueError: Tensors that do not fit.
+            RuntimeError: A block still lacks its adapters' part, but there is no ``delta``.
+        """
+        if delta is None:
+            if self._pending is not None:
+                raise RuntimeError("the block before still lacks its adapters' part")
+            return self._norm.rms_norm(x, weight, eps), x
+        if self._pending is None:
+            return self._norm.add_rms_norm(x, delta, weight, eps), x
+        (stack, shrunk), self._pending = self._pending, None
+        adapters = shrunk, stack.b, stack.scales, stack.ranks, self._row_slots, self._stacks.max_rank
+        return self._epilogue.add_rms_norm_lora(x, delta, weight, eps, *adapters), x
+
+    def gated(self, _project: Project, layer_index: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``, [num_rows, intermediate], of rows ``h`` [num_rows, hidden]; raises as a call does."""
+        gate_up, (stack, shrunk) = self._product(layer_index, "gate_up", h, weight, None)
+        adapters = shrunk, stack.b, stack.scales, stack.ranks, self._tiles, self._stacks.max_rank, self._block_m
+        return self._epilogue.silu_and_mul_lora(gate_up, *adapters)
+
+    def flush(self, delta: torch.Tensor) -> torch.Tensor:
+        """Add what ``delta``, the last block's output, still lacks, in place."""
+        part, self._pending = self._pending, None
+        return delta if part is None else self._expand(delta, part)
+
+    def _product(
+        self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, _Pending]:
+        """The base output, and what it lacks."""
+        if self._pending is not None:
+            raise RuntimeError(f"{block} of layer {layer_index}: the block before still lacks its adapters' part")
         stack, max_rank = self._stacks.block(layer_index, block), self._stacks.max_rank
         num_rows, in_features = x.shape
         shape = (self._lora.shrink_splits(num_rows, in_features, self._block_m), num_rows, stack.a.shape[1])
@@ -150,6 +216,11 @@ class DeviceProjection:
                 self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
             y = self._linear(x, weight, bias)
             own.wait_stream(self._side)
+        return y, _Pending(stack, shrunk)
+
+    def _expand(self, y: torch.Tensor, part: _Pending) -> torch.Tensor:
+        stack, shrunk = part
+        max_rank, tiles = self._stacks.max_rank, self._tiles
         return self._lora.lora_expand(
-            shrunk, stack.b, stack.scales, stack.ranks, self._tiles, max_rank, self._block_m, stack.columns, y
+            shrunk, stack.b, stack.scales, stack.ranks, tiles, max_rank, self._block_m, stack.columns, y
         )

@@ -3,7 +3,8 @@
 A fused block holds up to three modules of one input (q, k, v): the shrink kernel makes ``x @ A.T`` of all of them as
 split-K partial sums in fp32, the expand kernel adds them up, multiplies by B and adds to the base output. Which rows
 use which adapter, and at what rank and scale, is data in device tensors, so both can be captured in a CUDA graph; tiles
-and rank blocks that do not exist exit at once. Source of the shrink/expand cut: Punica (Chen et al., 2023).
+and rank blocks that do not exist, and tiles of no adapter, exit at once. Where what comes after the linear map is
+elementwise, ``lora_epilogue`` expands there instead. Source of the shrink/expand cut: Punica (Chen et al., 2023).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MIN_SPLIT = 512  # input features that one program of the shrink kernel sums up 
 MAX_SPLITS = 16
 SPLIT_TILES = 32  # tiles x splits up to which splitting pays; times modules it fills 132 SMs
 _BLOCK_IN = {16: 128, 64: 64}  # by rows of a tile
-_BLOCK_OUT = 256
+_BLOCK_OUT = {16: 256, 64: 128}
 
 
 def shrink_splits(num_rows: int, in_features: int, block_m: int) -> int:
@@ -52,7 +53,8 @@ def lora_shrink(
         x: [num_rows, in_features], rows may be strided.
         a: [num_slots, num_modules * max_rank, in_features] in ``x``'s dtype; module m's rows start at m * max_rank.
         ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module; A is not read past them.
-        tiles: [num_tiles, 3] int32: first row, number of rows (at most ``block_m``; 0 is padding), slot.
+        tiles: [num_tiles, 3] int32: first row, number of rows (at most ``block_m``; 0 is padding), slot (negative: no
+            adapter, nothing to do).
         max_rank: Largest rank.
         block_m: Rows of a tile, one of ``BLOCK_ROWS``.
         out: [num_splits, num_rows, num_modules * max_rank] fp32 or None (then ``shrink_splits`` decides). Only blocks
@@ -119,7 +121,7 @@ def lora_expand(
 
     Args:
         shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
-        b: [num_slots, max_rank, out_features] in ``y``'s dtype, not read past an adapter's rank.
+        b: [num_slots, max_rank, out_features] in ``y``'s dtype; what is past an adapter's rank is not used.
         scales: [num_slots, num_modules] fp32.
         ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
         tiles: [num_tiles, 3] int32 as for ``lora_shrink``.
@@ -135,21 +137,15 @@ def lora_expand(
         ValueError: Shapes or dtypes that do not fit.
     """
     num_modules = _check(ranks, tiles, max_rank, block_m)
+    check_expansion(shrunk, b, scales, ranks, max_rank, y)
     num_splits, num_rows, width = shrunk.shape
-    if scales.shape != ranks.shape or scales.dtype != torch.float32 or not scales.is_contiguous():
-        raise ValueError(f"scales {tuple(scales.shape)} {scales.dtype} must be contiguous fp32 {tuple(ranks.shape)}")
-    if width != num_modules * max_rank or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
-        raise ValueError(f"shrunk {tuple(shrunk.shape)} {shrunk.dtype} does not fit rank {max_rank} in contiguous fp32")
-    if len(columns) != num_modules + 1 or b.shape[1:] != (max_rank, columns[-1]) or b.dtype != y.dtype:
-        raise ValueError(f"B {tuple(b.shape)} {b.dtype} does not fit columns {columns} and {y.dtype}")
-    if y.shape != (num_rows, columns[-1]) or y.stride(1) != 1 or b.stride(2) != 1:
-        raise ValueError(f"y {tuple(y.shape)} must be [{num_rows}, {columns[-1]}], its columns and B's contiguous")
-    if num_splits & (num_splits - 1):
-        raise ValueError(f"num_splits {num_splits} is no power of two")
+    if len(columns) != num_modules + 1 or columns[-1] != y.shape[1]:
+        raise ValueError(f"columns {columns} do not fit {num_modules} modules and y {tuple(y.shape)}")
     if num_rows == 0 or tiles.shape[0] == 0:
         return y
     ends = [*columns[1:], columns[-1], columns[-1]]  # modules that do not exist have no columns
-    blocks = sum(triton.cdiv(end - start, _BLOCK_OUT) for start, end in itertools.pairwise(columns))
+    block_out = _BLOCK_OUT[block_m]
+    blocks = sum(triton.cdiv(end - start, block_out) for start, end in itertools.pairwise(columns))
     _expand_kernel[(tiles.shape[0], blocks)](
         shrunk,
         b,
@@ -169,11 +165,34 @@ def lora_expand(
         SPLITS=num_splits,
         BLOCK_M=block_m,
         BLOCK_R=BLOCK_RANK,
-        BLOCK_N=_BLOCK_OUT,
-        num_warps=4,
+        BLOCK_N=block_out,
+        num_warps=4 if block_m == 16 else 8,
         num_stages=2,
     )
     return y
+
+
+def check_expansion(
+    shrunk: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, ranks: torch.Tensor, max_rank: int, y: torch.Tensor
+) -> None:
+    """Refuse what cannot be expanded onto a base output ``y``; operands as of ``lora_expand``.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit.
+    """
+    num_splits, num_rows, width = shrunk.shape
+    if scales.shape != ranks.shape or scales.dtype != torch.float32 or not scales.is_contiguous():
+        raise ValueError(f"scales {tuple(scales.shape)} {scales.dtype} must be contiguous fp32 {tuple(ranks.shape)}")
+    if width != ranks.shape[1] * max_rank or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
+        raise ValueError(f"shrunk {tuple(shrunk.shape)} {shrunk.dtype} does not fit rank {max_rank} in contiguous fp32")
+    if b.shape[1:] != (max_rank, y.shape[1]) or b.dtype != y.dtype or b.stride(2) != 1:
+        raise ValueError(
+            f"B {tuple(b.shape)} {b.dtype} does not fit rank {max_rank} and {y.shape[1]} {y.dtype} columns"
+        )
+    if y.shape[0] != num_rows or y.stride(1) != 1:
+        raise ValueError(f"y {tuple(y.shape)} must have {num_rows} rows of contiguous columns")
+    if num_splits & (num_splits - 1):
+        raise ValueError(f"num_splits {num_splits} is no power of two")
 
 
 def _check(ranks: torch.Tensor, tiles: torch.Tensor, max_rank: int, block_m: int) -> int:
@@ -209,10 +228,9 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0) * 3
-    num_rows = tl.load(tile + 1)
-    if num_rows == 0:
+    first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+    if (num_rows == 0) | (slot < 0):
         return
-    first_row, slot = tl.load(tile).to(tl.int64), tl.load(tile + 2).to(tl.int64)
     module = tl.program_id(1) // RANK_BLOCKS
     rank = tl.load(ranks + slot * MODULES + module)
     first_rank = (tl.program_id(1) % RANK_BLOCKS) * BLOCK_R
@@ -240,6 +258,15 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     tl.store(place[:, None] + (module * MAX_RANK + index)[None, :], acc, mask=fits)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def sum_splits(part, mask, split_stride, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What ``lora_shrink`` left in parts, summed in fp32: ``part`` points into the first of them."""
+    summed = tl.load(part, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):  # unrolled: the loads of all parts are in flight together
+        summed += tl.load(part + split * split_stride.to(tl.int64), mask=mask, other=0.0)
+    return summed
+
+
 @triton.jit(do_not_specialize=["shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
@@ -263,10 +290,9 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
 ):
     tile = tiles + tl.program_id(0) * 3
-    num_rows = tl.load(tile + 1)
-    if num_rows == 0:
+    first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+    if (num_rows == 0) | (slot < 0):
         return
-    first_row, slot = tl.load(tile).to(tl.int64), tl.load(tile + 2).to(tl.int64)
     # column blocks are counted module by module, so that none straddles two
     block = tl.program_id(1)
     until_1: tl.constexpr = (END0 + BLOCK_N - 1) // BLOCK_N
@@ -275,12 +301,11 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     first_column = tl.where(block >= until_2, END1, tl.where(block >= until_1, END0, 0))
     end_column = tl.where(block >= until_2, END2, tl.where(block >= until_1, END1, END0))
     block -= tl.where(block >= until_2, until_2, tl.where(block >= until_1, until_1, 0))
-    rank = tl.load(ranks + slot * MODULES + module)
-    if rank == 0:
-        return
-    scale = tl.load(scales + slot * MODULES + module)
 
-    member = tl.arange(0, BLOCK_M)
+    # everything that the tile alone decides is asked for at once: a wait is a large part of this kernel's time
+    rank = tl.load(ranks + slot * MODULES + module)
+    scale = tl.load(scales + slot * MODULES + module)
+    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     row = first_row + member
     column = first_column + block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = member < num_rows, column < end_column
@@ -288,18 +313,22 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
     places = y + row[:, None] * y_row_stride + column[None, :]
     is_place = is_row[:, None] & is_column[None, :]
-    # read first, so that it is on its way during the products
-    base = tl.load(places, mask=is_place, other=0.0).to(tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, rank, BLOCK_R):
-        index = first + tl.arange(0, BLOCK_R)
-        is_rank = index < rank
-        mask = is_row[:, None] & is_rank[None, :]
-        summed = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for split in tl.static_range(SPLITS):  # unrolled: the loads of all parts are in flight together
-            part = shrunk_rows + split * shrunk_split_stride.to(tl.int64)
-            summed += tl.load(part[:, None] + index[None, :], mask=mask, other=0.0)
-        b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+    # the first block of the rank before the rank is known; what is past it is dropped below
+    exists = index < MAX_RANK
+    b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+    b_block = tl.load(b_rows, mask=exists[:, None] & is_column[None, :], other=0.0)
+    part = shrunk_rows[:, None] + index[None, :]
+    summed = sum_splits(part, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)  # [BLOCK_M, BLOCK_R]
+    base = tl.load(places, mask=is_place, other=0.0)
+    if rank == 0:
+        return
+    b_block = tl.where((index < rank)[:, None], b_block, 0.0)
+    summed = tl.where((index < rank)[None, :], summed, 0.0)
+    acc = tl.dot(summed.to(b.dtype.element_ty), b_block, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    for first in range(BLOCK_R, rank, BLOCK_R):
+        is_rank = first + index < rank
+        b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride
         b_block = tl.load(b_rows, mask=is_rank[:, None] & is_column[None, :], other=0.0)
-        acc = tl.dot(summed.to(b_block.dtype), b_block, acc, input_precision="ieee")
-    tl.store(places, (base + scale * acc).to(y.dtype.element_ty), mask=is_place)
+        summed = sum_splits(part + first, is_row[:, None] & is_rank[None, :], shrunk_split_stride, SPLITS)
+        acc = tl.dot(summed.to(b.dtype.element_ty), b_block, acc, input_precision="ieee")
+    tl.store(places, (base.to(tl.float32) + scale * acc).to(y.dtype.element_ty), mask=is_place)

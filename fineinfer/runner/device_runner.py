@@ -133,7 +133,8 @@ class DeviceRunner:
         self._tables = torch.zeros(2, table.max_rows + 1, table.max_len, dtype=torch.int32, device=device)
         self._max_mixed_rows = max_num_batched_tokens
         # fields, sampling rows, attention tiles of at least one row each, LoRA tiles
-        numbers = (NUM_FIELDS + 1 + 4 + 3) * max_rows + 4 * MAX_CAPTURED_SPANS + 3 * adapters.stacks.num_slots
+        num_lora_tiles = max_tiles(max_rows, 2 * adapters.stacks.num_slots, SMALL_LORA_TILE)
+        numbers = (NUM_FIELDS + 1 + 4) * max_rows + 4 * MAX_CAPTURED_SPANS + 3 * num_lora_tiles
         self._inputs = InputBuffer(numbers, device)
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._workspace = make_workspace(max_rows, adapters.stacks, device)
@@ -170,11 +171,11 @@ class DeviceRunner:
         lora_tile = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
         with torch.inference_mode():
             for tile_rows in (SMALL_LORA_TILE, LARGE_LORA_TILE):
-                project = self._project(True, lora_tile, tile_rows)
                 num_rows = self._ids.shape[0]
                 while num_rows:  # how long sums are split differs with the number of rows
                     padding, _ = self._padding(GraphKey(num_rows, False, False))
                     fields = self._inputs.upload(padding).view(NUM_FIELDS, -1)
+                    project = self._project(True, fields, lora_tile, tile_rows)
                     x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
                     num_rows //= 2
             logits = self._head(x, delta)
@@ -207,13 +208,13 @@ class DeviceRunner:
         """Any batch, kernel by kernel; the fields, the rows that sample, and what they gave."""
         tiles = attention_prefill.tiles(batch.spans, attention_prefill.block_rows(self._decoder.dtype))
         tile_rows = LARGE_LORA_TILE if batch.spans else SMALL_LORA_TILE
-        num_lora = sum(-(-(segment.end - segment.start) // tile_rows) for segment in batch.segments)
-        adapted = lora_tiles(batch.segments, tile_rows, num_lora)
+        num_lora = max_tiles(batch.num_rows, len(batch.segments), tile_rows) if batch.segments else 0
+        adapted = lora_tiles(batch.segments, batch.num_rows if batch.segments else 0, tile_rows, num_lora)
         sent = self._inputs.upload(batch.fields, np.array(batch.sample_rows, dtype=np.int32), tiles, adapted)
         sizes = (batch.fields.size, len(batch.sample_rows), tiles.size, adapted.size)
         flat_fields, sample_rows, flat_tiles, flat_adapted = sent.split(sizes)
         fields = flat_fields.view(NUM_FIELDS, -1)
-        project = self._project(bool(batch.segments), flat_adapted.view(-1, 3), tile_rows)
+        project = self._project(bool(batch.segments), fields, flat_adapted.view(-1, 3), tile_rows)
         x, delta = self._layers(fields, batch.num_decodes, flat_tiles.view(-1, 4), project)
         if any(wants_prompt_logprobs(chunk) for chunk in batch.chunks):
             collect_prompt_logprobs(self._decoder, batch.chunks, x + delta)
@@ -245,7 +246,7 @@ class DeviceRunner:
             tiles[: len(used)] = used
             parts.append(tiles)
         if key.adapted:
-            parts.append(lora_tiles(batch.segments, SMALL_LORA_TILE, self._num_lora_tiles(key)))
+            parts.append(lora_tiles(batch.segments, key.num_rows, SMALL_LORA_TILE, self._num_lora_tiles(key)))
         self._inputs.upload(*parts)
         logits, greedy = self._graphs.replay(key)
         fields, sent_rows, _, _ = self._captured_inputs(key)
@@ -258,7 +259,7 @@ class DeviceRunner:
     def _captured_step(self, key: GraphKey) -> Results:
         """The step that is captured; the greedy tokens go into the token table, others may overwrite them there."""
         fields, sample_rows, tiles, adapted = self._captured_inputs(key)
-        project = self._project(key.adapted, adapted, SMALL_LORA_TILE, self._side)
+        project = self._project(key.adapted, fields, adapted, SMALL_LORA_TILE, self._side)
         num_decodes = min(key.num_rows, self._kv.table.max_rows)
         x, delta = self._layers(fields, num_decodes, tiles if key.mixed else None, project)
         if key.mixed:
@@ -322,11 +323,12 @@ class DeviceRunner:
 
         x = decoder.embed(ids)
         delta: torch.Tensor | None = None
+        ops = LayerOps(project.add_norm, project.gated) if isinstance(project, DeviceProjection) else FUSED_OPS
         for layer in range(spec.num_layers):
-            x, delta = decoder.layer_parts(layer, x, delta, project, attend, FUSED_OPS)
+            x, delta = decoder.layer_parts(layer, x, delta, project, attend, ops)
         if delta is None:
             raise RuntimeError("a model without layers")
-        return x, delta
+        return x, project.flush(delta) if isinstance(project, DeviceProjection) else delta
 
     def _head(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] in the model's dtype."""
@@ -342,9 +344,16 @@ class DeviceRunner:
         return Rows(*(table.index_select(0, positions) for table in self._rope_table))
 
     def _project(
-        self, adapted: bool, tiles: torch.Tensor, tile_rows: int, side: torch.cuda.Stream | None = None
+        self,
+        adapted: bool,
+        fields: torch.Tensor,
+        tiles: torch.Tensor,
+        tile_rows: int,
+        side: torch.cuda.Stream | None = None,
     ) -> Project:
-        return DeviceProjection(self._stacks, tiles, tile_rows, self._workspace, side) if adapted else _base_project
+        if not adapted:
+            return _base_project
+        return DeviceProjection(self._stacks, tiles, fields[ADAPTERS], tile_rows, self._workspace, side)
 
     def _padding(self, key: GraphKey) -> tuple[np.ndarray, np.ndarray]:
         """Fields of rows that store nothing, see nothing and belong to nobody, and the rows that sample."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from fineinfer.adapters.batch import (
 from fineinfer.adapters.config import BLOCK_MODULES, MODULES
 from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
-from fineinfer.kernels import reference
+from fineinfer.kernels import lora_epilogue, reference
 from fineinfer.kernels.lora import lora_expand, lora_shrink, shrink_splits, shrunk_elements
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -106,9 +106,10 @@ class Case:
         return expected
 
 
-def on_device(segments: list[AdapterSegment], block_m: int, device: torch.device, spare: int = 2) -> torch.Tensor:
-    needed = sum(-(-(end - start) // block_m) for _, start, end in segments)
-    return torch.from_numpy(lora_tiles(segments, block_m, needed + spare)).to(device)
+def on_device(segments: list[AdapterSegment], rows: int, block_m: int, device: torch.device) -> torch.Tensor:
+    """Tiles, two of them padding at least."""
+    room = max_tiles(rows, len(segments), block_m) + 2
+    return torch.from_numpy(lora_tiles(segments, rows, block_m, room)).to(device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,7 +137,7 @@ def test_mixed_ranks_scales_and_missing_modules_match_the_twin(
     runs = [AdapterSegment(*segment) for segment in segments]
     base = torch.randn(rows, columns[-1]).to(kernel_device, dtype)
     y = base.clone()
-    _, got = case.run(y, on_device(runs, block_m, kernel_device), block_m)
+    _, got = case.run(y, on_device(runs, rows, block_m, kernel_device), block_m)
     assert got is y
     tolerance = TOLERANCE[dtype]
     exact = case.exact(base, runs)
@@ -159,7 +160,7 @@ def test_every_split_is_written_where_it_is_read(kernel_device: torch.device, nu
     # 300 features are 3 blocks of 128, so most of 8 parts are empty and must still say 0
     case = Case.random(20, 300, (0, 40, 80), torch.float32, kernel_device)
     runs = [AdapterSegment(0, 0, 18), AdapterSegment(1, 18, 19)]
-    tiles = on_device(runs, 16, kernel_device)
+    tiles = on_device(runs, 20, 16, kernel_device)
     base = torch.randn(20, 80, device=kernel_device)
     shrunk, got = case.run(base.clone(), tiles, 16, num_splits)
     torch.testing.assert_close(got.double(), case.exact(base, runs), rtol=1e-5, atol=1e-5)
@@ -178,7 +179,7 @@ def test_a_largest_rank_below_a_block_and_strided_rows(kernel_device: torch.devi
     wide_y = torch.randn(9, 70, device=kernel_device)
     before = wide_y.clone()
     runs = [AdapterSegment(1, 0, 4), AdapterSegment(3, 5, 9)]
-    case.run(wide_y[:, 10:60], on_device(runs, 16, kernel_device), 16, 2)
+    case.run(wide_y[:, 10:60], on_device(runs, 9, 16, kernel_device), 16, 2)
     torch.testing.assert_close(wide_y[:, 10:60].double(), case.exact(before[:, 10:60], runs), rtol=1e-5, atol=1e-5)
     assert torch.equal(wide_y[:, :10], before[:, :10]) and torch.equal(wide_y[:, 60:], before[:, 60:])
 
@@ -198,7 +199,7 @@ def test_no_rows_no_tiles_and_padding_change_nothing(kernel_device: torch.device
 
 def test_operands_that_do_not_fit_are_refused(kernel_device: torch.device) -> None:
     case = Case.random(5, 64, (0, 40), torch.float32, kernel_device)
-    y, tiles = torch.zeros(5, 40, device=kernel_device), on_device([AdapterSegment(0, 0, 5)], 16, kernel_device)
+    y, tiles = torch.zeros(5, 40, device=kernel_device), on_device([AdapterSegment(0, 0, 5)], 5, 16, kernel_device)
     shrunk, _ = case.run(y, tiles, 16)
     top, columns = case.max_rank, case.columns
     refused = [
@@ -235,29 +236,40 @@ def test_the_shrunk_batch_fits_its_room(rows: int, more: int, width_in: int, blo
     assert splits * rows * 24 <= shrunk_elements(rows + more, width_in, 24)
 
 
-@given(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 5), st.sampled_from([16, 64]))
-def test_tiles_cover_the_segments_and_fit_the_bound(lengths: list[int], gap: int, block_m: int) -> None:
-    segments, row = [], 0
-    for slot, length in enumerate(lengths):
-        segments.append(AdapterSegment(slot, row + gap, row + gap + length))
-        row += gap + length
-    tiles = lora_tiles(segments, block_m, max_tiles(sum(lengths), len(lengths), block_m))
-    assert tiles.dtype == np.int32
-    covered = [(slot, first + i) for first, count, slot in tiles.tolist() for i in range(count)]
-    assert covered == [(slot, i) for slot, start, end in segments for i in range(start, end)]
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), max_size=6),
+    st.integers(0, 70),
+    st.sampled_from([16, 64]),
+)
+def test_tiles_cover_all_rows_and_fit_the_bound(runs: list[tuple[int, int]], rest: int, block_m: int) -> None:
+    segments, owners = [], []
+    for slot, (gap, length) in enumerate(runs):
+        owners += [-1] * gap + [slot] * length
+        segments.append(AdapterSegment(slot, len(owners) - length, len(owners)))
+    owners += [-1] * rest
+    bound = max_tiles(len(owners), len(segments), block_m)
+    tiles = lora_tiles(segments[::-1], len(owners), block_m, bound)
+    assert tiles.dtype == np.int32 and tiles.shape == (bound, 3)
+    covered = [(first + i, slot) for first, count, slot in tiles.tolist() for i in range(count)]
+    assert covered == list(enumerate(owners))
     assert (tiles[:, 1] <= block_m).all()
 
 
-@pytest.mark.parametrize(("rows", "slots", "block_m"), [(1, 8, 16), (7, 3, 16), (64, 8, 16), (40, 2, 16)])
+@pytest.mark.parametrize(("rows", "slots", "block_m"), [(1, 8, 16), (7, 3, 16), (64, 8, 16), (40, 2, 16), (9, 0, 16)])
 def test_the_bound_on_tiles_is_reached(rows: int, slots: int, block_m: int) -> None:
-    used = min(rows, slots)
-    lengths = [1] * (used - 1) + [rows - used + 1]
-    ends = np.cumsum(lengths).tolist()
-    segments = [AdapterSegment(slot, end - n, end) for slot, (n, end) in enumerate(zip(lengths, ends, strict=True))]
+    runs = min(rows, 2 * slots + 1)  # a gap, a segment, ... of one row each; the last has all other rows
+    starts = range(1, runs, 2)
+    segments = [AdapterSegment(slot, row, rows if row == runs - 1 else row + 1) for slot, row in enumerate(starts)]
     bound = max_tiles(rows, slots, block_m)
-    assert (lora_tiles(segments, block_m, bound)[:, 1] > 0).all()
+    assert (lora_tiles(segments, rows, block_m, bound)[:, 1] > 0).all()
     with pytest.raises(ValueError, match="tiles"):
-        lora_tiles(segments, block_m, bound - 1)
+        lora_tiles(segments, rows, block_m, bound - 1)
+
+
+@pytest.mark.parametrize("segments", [[(0, 0, 4), (1, 3, 5)], [(0, 2, 7)], [(0, 3, 2)]])
+def test_segments_that_are_no_disjoint_runs_of_the_batch_are_refused(segments: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ValueError, match="row"):
+        lora_tiles([AdapterSegment(*segment) for segment in segments], 6, 16, 9)
 
 
 @dataclass(frozen=True)
@@ -292,42 +304,117 @@ def adapters_of(shape: Shape) -> list[LoraWeights]:
     ]
 
 
+SEGMENTS = [AdapterSegment(2, 24, 25), AdapterSegment(0, 2, 5), AdapterSegment(1, 5, 23)]  # 0, 1, 23 and 25: base
+ROWS, EPS = 26, 1e-5
+
+
+@dataclass
+class Layers:
+    """The same adapters in the model's dtype on the device and in fp32 on the CPU, and what draws numbers."""
+
+    dtype: torch.dtype
+    device: torch.device
+    block_m: int = 16
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        adapters = adapters_of(self.shape)
+        self.stacks = registry_of(self.shape, adapters, self.dtype, self.device).stacks
+        exact = registry_of(self.shape, adapters, torch.float32, torch.device("cpu"))
+        self.expect = ServingProjection(exact, SEGMENTS)
+        self.generator = torch.Generator().manual_seed(4)
+        row_slots = torch.full((ROWS,), -1, dtype=torch.int32)
+        for slot, start, end in SEGMENTS:
+            row_slots[start:end] = slot
+        tiles = on_device(SEGMENTS, ROWS, self.block_m, self.device)
+        workspace = make_workspace(ROWS, self.stacks, self.device).fill_(float("nan"))
+        self.project = DeviceProjection(self.stacks, tiles, row_slots.to(self.device), self.block_m, workspace)
+
+    def draw(self, *size: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same numbers for the device and, in fp32, for the CPU."""
+        values = (torch.randn(*size, generator=self.generator) * scale).to(self.dtype)
+        return values.to(self.device), values.float()
+
+    def check(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Values up to the largest, rounded a few times."""
+        scale, tolerance = float(wanted.abs().max()), TOLERANCE[self.dtype]
+        torch.testing.assert_close(got.float().cpu() / scale, wanted / scale, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_device_projection_computes_what_the_serving_one_does(
-    kernel_device: torch.device, dtype: torch.dtype
+@pytest.mark.parametrize(("block_m", "fused"), [(16, True), (64, False)])  # as a decode and a long prefill
+def test_a_layer_computes_what_the_serving_projection_and_the_reference_operations_do(
+    kernel_device: torch.device, dtype: torch.dtype, block_m: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_unless_supported(dtype, kernel_device)
-    shape = Shape()
-    adapters = adapters_of(shape)
-    ours, theirs = (
-        registry_of(shape, adapters, dtype, kernel_device),
-        registry_of(shape, adapters, torch.float32, torch.device("cpu")),
-    )
-    segments = [AdapterSegment(0, 2, 5), AdapterSegment(1, 5, 23), AdapterSegment(2, 23, 24)]
-    tiles = on_device(segments, 16, kernel_device)
-    workspace = make_workspace(26, ours.stacks, kernel_device).fill_(float("nan"))
-    project, expect = DeviceProjection(ours.stacks, tiles, 16, workspace), ServingProjection(theirs, segments)
-    generator = torch.Generator().manual_seed(4)
+    monkeypatch.setattr(lora_epilogue, "MAX_NORM_ROWS", ROWS if fused else ROWS - 1)
+    layers = Layers(dtype, kernel_device, block_m)
+    project, expect, shape = layers.project, layers.expect, layers.shape
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    norm, exact_norm = layers.draw(hidden)
     for layer in range(shape.num_layers):
-        for block in BLOCK_MODULES:
-            stack = ours.stacks.block(layer, block)
-            x, weight, bias = (
-                torch.randn(*size, generator=generator).to(dtype)
-                for size in ((26, stack.a.shape[2]), (stack.columns[-1], stack.a.shape[2]), (stack.columns[-1],))
-            )
-            moved = x.to(kernel_device), weight.to(kernel_device), bias.to(kernel_device)
-            got = project(layer, block, *moved)
-            wanted = expect(layer, block, x.float(), weight.float(), bias.float())
-            # sums of up to 80 products of order 1 and adapters of order 10: one rounding of values up to 100
-            scale = float(wanted.abs().max())
-            torch.testing.assert_close(
-                got.float().cpu() / scale, wanted / scale, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-            )
-            plain = torch.nn.functional.linear(*moved)
-            if kernel_device.type == "cuda" or dtype != torch.float32:  # fp32 on a CPU may take oneDNN's linear
-                assert torch.equal(got[[0, 1, 24, 25]], plain[[0, 1, 24, 25]])
+        x, exact_x = layers.draw(ROWS, hidden)
+        stream = exact_x.clone()
+        h, same = project.add_norm(x, None, norm, EPS)
+        assert same is x
+        layers.check(h, reference.rms_norm(exact_x, exact_norm, EPS))
+
+        weight, exact = layers.draw(shape.num_heads * shape.head_dim + 2 * 24, hidden, scale=hidden**-0.5)
+        bias, exact_bias = layers.draw(len(weight))
+        layers.check(project(layer, "qkv", h, weight, bias), expect(layer, "qkv", h.float().cpu(), exact, exact_bias))
+
+        weight, exact = layers.draw(hidden, hidden, scale=hidden**-0.5)
+        delta = project(layer, "o", h, weight, None)
+        added = expect(layer, "o", h.float().cpu(), exact, None)
+        normed, same = project.add_norm(x, delta, norm, EPS)
+        wanted, stream = reference.add_rms_norm(stream, added, exact_norm, EPS)
+        assert same is x
+        layers.check(x, stream)
+        layers.check(normed, wanted)
+
+        weight, exact = layers.draw(2 * inner, hidden, scale=hidden**-0.5)
+        activated = project.gated(project, layer, normed, weight)
+        gate_up = expect(layer, "gate_up", normed.float().cpu(), exact, None)
+        layers.check(activated, reference.silu_and_mul(gate_up))
+
+        weight, exact = layers.draw(hidden, inner, scale=inner**-0.5)
+        for flushed in (True, False):
+            delta = project(layer, "down", activated, weight, None)
+            added = expect(layer, "down", activated.float().cpu(), exact, None)
+            if flushed:
+                assert project.flush(delta) is delta
+                assert project.flush(delta) is delta  # once
+                layers.check(delta, added)
+                if kernel_device.type == "cuda" or dtype != torch.float32:  # fp32 on a CPU may take oneDNN's linear
+                    plain = torch.nn.functional.linear(activated, weight)
+                    assert torch.equal(delta[[0, 1, 23, 25]], plain[[0, 1, 23, 25]])
+            normed, _ = project.add_norm(x, delta, norm, EPS)
+            wanted, stream = reference.add_rms_norm(stream, added, exact_norm, EPS)
+            layers.check(x, stream)
+            layers.check(normed, wanted)
+
+
+def test_what_a_block_lacks_is_never_lost(kernel_device: torch.device) -> None:
+    layers = Layers(torch.float32, kernel_device)
+    project, hidden = layers.project, layers.shape.hidden_size
+    (x, _), (weight, _) = layers.draw(ROWS, hidden), layers.draw(hidden, hidden)
+    delta = project(0, "o", x, weight, None)
+    before = delta.clone()
+    calls = [
+        lambda: project(0, "o", x, weight, None),
+        lambda: project(0, "qkv", x, weight, None),
+        lambda: project.gated(project, 0, x, weight),
+        lambda: project.add_norm(x, None, weight[0], EPS),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="lacks"):
+            call()
+    assert torch.equal(delta, before)
+    project.flush(delta)
+    assert not torch.equal(delta[2:5], before[2:5])  # the adapter of slot 0
+    project.add_norm(x, None, weight[0], EPS)
     with pytest.raises(ValueError, match="workspace"):
-        project(0, "o", torch.zeros(5000, 48, device=kernel_device, dtype=dtype), weight, None)
+        project(0, "o", torch.zeros(5000, hidden, device=kernel_device), weight, None)
 
 
 def test_refilling_a_slot_leaves_addresses_and_nothing_of_the_old_adapter() -> None:

@@ -1,0 +1,326 @@
+"""LoRA's expansion inside the elementwise kernel that follows: the residual norm, and the gated half of the MLP.
+
+At decode a separate expansion is mostly latency, and reads and writes the base output once more. Here the base output
+is read once, the adapter's part added and rounded as ``lora.lora_expand`` does it, and what follows computed from that:
+``reference.add_rms_norm`` and ``reference.silu_and_mul`` after ``reference.lora_grouped`` are the twins.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fineinfer.kernels.lora import BLOCK_RANK, BLOCK_ROWS, check_expansion, sum_splits
+from fineinfer.kernels.norm import MAX_HIDDEN
+
+# Each row of the norm reads all of its adapter's B (128 KB at rank 16 of 4096 columns). Above so many rows a separate
+# expansion, whose tiles share B, costs less; both are estimates from the bandwidths of L2 and memory of an H100.
+MAX_NORM_ROWS = 128
+# By rows of a tile, with 8 warps. A program is mostly latency: registers are limited so that 3 (2) instead of 2 (1) fit
+# on an SM, at the cost of 8 bytes spilled; the 56 blocks of each of 8 adapters are then little more than one wave.
+_BLOCK_OUT = {16: 256, 64: 128}
+_MAX_REGISTERS = {16: 80, 64: 128}
+
+
+def add_rms_norm_lora(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    shrunk: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    ranks: torch.Tensor,
+    row_slots: torch.Tensor,
+    max_rank: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x += delta + scale * (shrunk @ B)`` in place, then the norm of the new ``x``; each row with its own adapter.
+
+    Args:
+        x: [num_rows, hidden], the residual stream; rows may be strided.
+        delta: As ``x``, the base output of a block of one module; stays as it is.
+        weight: [hidden], in ``x``'s dtype.
+        eps: Added to the mean square.
+        shrunk: [num_splits, num_rows, max_rank] fp32 of ``lora.lora_shrink``; num_splits a power of two.
+        b: [num_slots, max_rank, hidden] in ``x``'s dtype; what is past an adapter's rank is not used.
+        scales: [num_slots, 1] fp32.
+        ranks: [num_slots, 1] int32, 0 where an adapter lacks the module.
+        row_slots: [num_rows] int32, negative for a row without adapter.
+        max_rank: Largest rank.
+        out: As ``x``, or None for a new tensor; may be ``delta`` itself, not ``x``.
+
+    Returns:
+        ``out``, [num_rows, hidden].
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit.
+    """
+    num_rows, hidden = x.shape
+    if delta.shape != x.shape or delta.dtype != x.dtype or x.stride(1) != 1:
+        raise ValueError(f"delta {list(delta.shape)} {delta.dtype} does not fit x {list(x.shape)} {x.dtype}")
+    if weight.shape != (hidden,) or weight.dtype != x.dtype or not weight.is_contiguous():
+        raise ValueError(f"weight {list(weight.shape)} {weight.dtype} does not fit x {list(x.shape)} {x.dtype}")
+    if not 0 < hidden <= MAX_HIDDEN:
+        raise ValueError(f"hidden is {hidden}, must be 1 to {MAX_HIDDEN}")
+    if row_slots.shape != (num_rows,) or row_slots.dtype != torch.int32 or not row_slots.is_contiguous():
+        raise ValueError(f"row_slots {list(row_slots.shape)} {row_slots.dtype} must be contiguous int32 [{num_rows}]")
+    _check_modules(ranks, 1)
+    check_expansion(shrunk, b, scales, ranks, max_rank, delta)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    elif out is x or out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {x.dtype}, or is x")
+    if num_rows == 0:
+        return out
+    block, group, num_warps = _row_block(hidden, x.element_size())
+    _add_rms_norm_lora_kernel[(num_rows,)](
+        x,
+        delta,
+        weight,
+        out,
+        shrunk,
+        b,
+        scales,
+        ranks,
+        row_slots,
+        eps,
+        x.stride(0),
+        delta.stride(0),
+        out.stride(0),
+        num_rows * max_rank,
+        b.stride(0),
+        b.stride(1),
+        hidden,
+        max_rank,
+        shrunk.shape[0],
+        group,
+        block,
+        num_warps=num_warps,
+    )
+    return out
+
+
+def silu_and_mul_lora(
+    gate_up: torch.Tensor,
+    shrunk: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    ranks: torch.Tensor,
+    tiles: torch.Tensor,
+    max_rank: int,
+    block_m: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``silu(gate) * up`` of the fused gate and up projection with each tile's adapter added to both.
+
+    Args:
+        gate_up: [num_rows, 2 * intermediate], base output, the gate's columns first; rows may be strided.
+        shrunk: [num_splits, num_rows, 2 * max_rank] fp32 of ``lora.lora_shrink``; num_splits a power of two.
+        b: [num_slots, max_rank, 2 * intermediate] in ``gate_up``'s dtype, not read past an adapter's ranks.
+        scales: [num_slots, 2] fp32.
+        ranks: [num_slots, 2] int32, 0 where an adapter lacks the module.
+        tiles: [num_tiles, 3] int32: first row, number of rows (at most ``block_m``; 0 is padding), slot (negative: no
+            adapter). Only their rows are written.
+        max_rank: Largest rank.
+        block_m: Rows of a tile, one of ``lora.BLOCK_ROWS``.
+        out: [num_rows, intermediate] in ``gate_up``'s dtype, or None for a new tensor.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: Shapes, dtypes or strides do not fit.
+    """
+    num_rows, width = gate_up.shape
+    intermediate = width // 2
+    if width % 2 or width == 0:
+        raise ValueError(f"gate_up {list(gate_up.shape)} must have an even number of columns")
+    if tiles.shape[1] != 3 or tiles.dtype != torch.int32 or not tiles.is_contiguous() or block_m not in BLOCK_ROWS:
+        raise ValueError(f"tiles {list(tiles.shape)} {tiles.dtype} must be contiguous int32 [num_tiles, 3] of 16 or 64")
+    _check_modules(ranks, 2)
+    check_expansion(shrunk, b, scales, ranks, max_rank, gate_up)
+    if out is None:
+        out = gate_up.new_empty(num_rows, intermediate)
+    elif out.shape != (num_rows, intermediate) or out.dtype != gate_up.dtype or out.stride(1) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit {list(gate_up.shape)} {gate_up.dtype}")
+    if num_rows == 0 or tiles.shape[0] == 0:
+        return out
+    block_out = _BLOCK_OUT[block_m]
+    _silu_and_mul_lora_kernel[(tiles.shape[0], triton.cdiv(intermediate, block_out))](
+        gate_up,
+        out,
+        shrunk,
+        b,
+        scales,
+        ranks,
+        tiles,
+        gate_up.stride(0),
+        out.stride(0),
+        num_rows * 2 * max_rank,
+        b.stride(0),
+        b.stride(1),
+        intermediate,
+        max_rank,
+        shrunk.shape[0],
+        block_m,
+        BLOCK_RANK,
+        block_out,
+        num_warps=8,
+        num_stages=2,
+        maxnreg=_MAX_REGISTERS[block_m],
+    )
+    return out
+
+
+def _check_modules(ranks: torch.Tensor, num_modules: int) -> None:
+    if ranks.shape[1] != num_modules or ranks.dtype != torch.int32 or not ranks.is_contiguous():
+        raise ValueError(f"ranks {list(ranks.shape)} {ranks.dtype} must be contiguous int32 [slots, {num_modules}]")
+
+
+def _row_block(hidden: int, item_bytes: int) -> tuple[int, int, int]:
+    """Columns of a whole row as a block, rows of B asked for at once, and warps.
+
+    A thread holds 8 values of a row (one 16-byte load of a half type) until there are 16 warps, then more. At first two
+    groups of 128 bytes of B a thread are under way: rank 16 of a half type, in 128 registers without a spill.
+    """
+    block = max(256, triton.next_power_of_2(hidden))
+    num_warps = min(16, block // 256)
+    return block, max(1, 128 * 32 * num_warps // (block * item_bytes)), num_warps
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighted_sum(parts, b_block, is_rank):  # type: ignore[no-untyped-def]
+    """[GROUP, BLOCK] rows of B by the sums of ``parts`` [SPLITS, GROUP], rounded as the shrunk rows are before B."""
+    factor = tl.where(is_rank, tl.sum(parts, axis=0), 0.0).to(b_block.dtype).to(tl.float32)
+    return tl.sum(factor[:, None] * tl.where(is_rank[:, None], b_block, 0.0).to(tl.float32), axis=0)
+
+
+@triton.jit(do_not_specialize=["shrunk_split_stride"], do_not_specialize_on_alignment=["row_slots"])  # type: ignore[untyped-decorator]
+def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
+    x,
+    delta,
+    weight,
+    out,
+    shrunk,
+    b,
+    scales,
+    ranks,
+    row_slots,
+    eps,
+    x_stride,
+    delta_stride,
+    out_stride,
+    shrunk_split_stride,
+    b_slot_stride,
+    b_row_stride,
+    HIDDEN: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(row_slots + row).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    dtype = out.dtype.element_ty
+    stream = tl.load(x + row * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    base = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
+    scale = tl.load(scales + slot, mask=slot >= 0, other=0.0)
+
+    index = tl.arange(0, GROUP)
+    split = tl.arange(0, SPLITS)[:, None] * shrunk_split_stride.to(tl.int64)
+    parts = shrunk + row * MAX_RANK + split + index[None, :]  # [SPLITS, GROUP]
+    b_columns = (b + slot * b_slot_stride + column)[None, :]  # [1, BLOCK]
+    # two groups of ranks are under way together, the first before the rank is known: what is past it is dropped
+    exists, second = index < tl.where(slot >= 0, MAX_RANK, 0), GROUP + index
+    b_0 = tl.load(
+        b_columns + index[:, None].to(tl.int64) * b_row_stride, mask=exists[:, None] & inside[None, :], other=0.0
+    )
+    parts_0 = tl.load(parts, mask=exists[None, :], other=0.0)
+    b_1 = tl.load(
+        b_columns + second[:, None].to(tl.int64) * b_row_stride,
+        mask=(second < rank)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    parts_1 = tl.load(parts + GROUP, mask=(second < rank)[None, :], other=0.0)
+    acc = _weighted_sum(parts_0, b_0, index < rank) + _weighted_sum(parts_1, b_1, second < rank)  # [BLOCK]
+    for first in range(2 * GROUP, rank, GROUP):
+        is_rank = first + index < rank
+        b_rows = b_columns + (first + index)[:, None].to(tl.int64) * b_row_stride  # [GROUP, BLOCK]
+        b_block = tl.load(b_rows, mask=is_rank[:, None] & inside[None, :], other=0.0)
+        acc += _weighted_sum(tl.load(parts + first, mask=is_rank[None, :], other=0.0), b_block, is_rank)
+
+    added = (base.to(tl.float32) + scale * acc).to(dtype)
+    rounded = (stream.to(tl.float32) + added.to(tl.float32)).to(dtype)
+    tl.store(x + row * x_stride + column, rounded, mask=inside)
+    wide = rounded.to(tl.float32)  # the norm is that of the stream as stored
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    normed = factor.to(tl.float32) * (wide * inverse).to(dtype).to(tl.float32)
+    tl.store(out + row * out_stride + column, normed.to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
+def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
+    gate_up,
+    out,
+    shrunk,
+    b,
+    scales,
+    ranks,
+    tiles,
+    gate_up_stride,
+    out_stride,
+    shrunk_split_stride,
+    b_slot_stride,
+    b_row_stride,
+    INTERMEDIATE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0) * 3
+    first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+    if num_rows == 0:
+        return
+    # of no adapter: rank 0, and the sums below are empty
+    gate_rank = tl.load(ranks + slot * 2, mask=slot >= 0, other=0)
+    up_rank = tl.load(ranks + slot * 2 + 1, mask=slot >= 0, other=0)
+    gate_scale = tl.load(scales + slot * 2, mask=slot >= 0, other=0.0)
+    up_scale = tl.load(scales + slot * 2 + 1, mask=slot >= 0, other=0.0)
+    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    row = first_row + member
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, is_column = member < num_rows, column < INTERMEDIATE
+    is_place = is_row[:, None] & is_column[None, :]
+    places = gate_up + row[:, None] * gate_up_stride + column[None, :]
+    gate = tl.load(places, mask=is_place, other=0.0)  # [BLOCK_M, BLOCK_N]
+    up = tl.load(places + INTERMEDIATE, mask=is_place, other=0.0)
+
+    part = (shrunk + row * (2 * MAX_RANK))[:, None] + index[None, :]  # [BLOCK_M, BLOCK_R]
+    b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
+    gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, tl.maximum(gate_rank, up_rank), BLOCK_R):
+        # B, 7 MB of 8 adapters of rank 16, comes from memory: unlike in the expand kernel not before the ranks are
+        # known, since many adapters leave the MLP alone
+        in_gate, in_up = first + index < gate_rank, first + index < up_rank
+        b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+        gate_b = tl.load(b_rows, mask=in_gate[:, None] & is_column[None, :], other=0.0)
+        up_b = tl.load(b_rows + INTERMEDIATE, mask=in_up[:, None] & is_column[None, :], other=0.0)
+        gate_sum = sum_splits(part + first, is_row[:, None] & in_gate[None, :], shrunk_split_stride, SPLITS)
+        up_sum = sum_splits(part + MAX_RANK + first, is_row[:, None] & in_up[None, :], shrunk_split_stride, SPLITS)
+        gate_acc = tl.dot(gate_sum.to(gate_b.dtype), gate_b, gate_acc, input_precision="ieee")
+        up_acc = tl.dot(up_sum.to(up_b.dtype), up_b, up_acc, input_precision="ieee")
+
+    dtype = out.dtype.element_ty
+    gate_value = (gate.to(tl.float32) + gate_scale * gate_acc).to(dtype).to(tl.float32)
+    up_value = (up.to(tl.float32) + up_scale * up_acc).to(dtype).to(tl.float32)
+    activated = gate_value / (1.0 + tl.exp(-gate_value)) * up_value
+    tl.store(out + row[:, None] * out_stride + column[None, :], activated.to(dtype), mask=is_place)
