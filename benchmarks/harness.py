@@ -107,9 +107,11 @@ def versions() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, ``unknown`` outside a repository."""
-    result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or os.environ.get("FINEINFER_COMMIT", "unknown")
+    """``FINEINFER_COMMIT``, else the checkout's commit, marked where files differ from it."""
+    given = os.environ.get("FINEINFER_COMMIT")
+    command = ["git", "describe", "--always", "--dirty=+changes", "--exclude=*"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return given or result.stdout.strip() or "unknown"
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
