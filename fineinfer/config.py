@@ -5,102 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fineinfer.parse import file_path, metrics_prefix, names, number, one_of, size, switch, text, whole
+
 ENV_PREFIX = "FINEINFER_"
-_SIZE_UNITS = {"": 1, "b": 1} | {
-    unit: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for unit, base in ((f"{letter}ib", 1024), (f"{letter}b", 1000), (letter, 1024))
-}
 
 
 class ConfigError(ValueError):
     """A value, key or combination that cannot be used; the message is one line for the user."""
-
-
-# ---------------------------------------------------------------- parsers: raw value of any source -> typed value
-
-
-def parse_size(raw: object) -> int:
-    """``4294967296``, ``'4GiB'``, ``'500MB'`` or ``'2G'`` (binary) -> bytes."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(raw).lower())
-    if match is None or match[2] not in _SIZE_UNITS:
-        raise ValueError("expected a size such as 4GiB, 500MB or a number of bytes")
-    num_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]])
-    if num_bytes <= 0:
-        raise ValueError("must be more than 0 bytes")
-    return num_bytes
-
-
-def _text(raw: object) -> str:
-    if isinstance(raw, (dict, list, bool)) or not str(raw).strip():
-        raise ValueError("expected a text")
-    return str(raw).strip()
-
-
-def _path(raw: object) -> Path:
-    return Path(_text(raw)).expanduser().absolute()
-
-
-def _names(raw: object) -> tuple[str, ...]:
-    items = raw if isinstance(raw, (list, tuple)) else str(raw).split(",")
-    names = tuple(str(item).strip() for item in items if str(item).strip())
-    if not names:
-        raise ValueError("expected at least one entry")
-    return names
-
-
-def _one_of(*choices: str) -> Callable[[object], str]:
-    def parse(raw: object) -> str:
-        if str(raw) not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
-        return str(raw)
-
-    return parse
-
-
-def _int(low: int, high: int | None = None) -> Callable[[object], int]:
-    def parse(raw: object) -> int:
-        if isinstance(raw, bool) or not re.fullmatch(r"[+-]?[0-9]+", str(raw).strip()):
-            raise ValueError("expected a whole number")
-        value = int(str(raw))
-        if value < low or (high is not None and value > high):
-            raise ValueError(f"must be at least {low}" if high is None else f"must be between {low} and {high}")
-        return value
-
-    return parse
-
-
-def _float(low: float, high: float = math.inf, *, low_open: bool = False) -> Callable[[object], float]:
-    def parse(raw: object) -> float:
-        try:
-            value = float(str(raw))
-        except ValueError:
-            raise ValueError("expected a number") from None
-        if isinstance(raw, bool) or not math.isfinite(value) or not low <= value <= high or (low_open and value == low):
-            bound = f"more than {low}" if low_open else f"at least {low}"
-            raise ValueError(f"must be {bound}" + ("" if high == math.inf else f" and at most {high}"))
-        return value
-
-    return parse
-
-
-def _switch(raw: object) -> bool:
-    if str(raw).lower() not in ("true", "false"):
-        raise ValueError("expected true or false")
-    return str(raw).lower() == "true"
-
-
-def _metrics_prefix(raw: object) -> str:
-    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*[:_]", str(raw)):
-        raise ValueError("expected letters, digits and _ ending in ':' or '_', such as fineinfer: or vllm:")
-    return str(raw)
 
 
 def _setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
@@ -114,26 +30,26 @@ def _setting(default: Any, parse: Callable[[object], Any], metavar: str, help: s
 class ModelConfig:
     """Which weights are served and how they are loaded."""
 
-    model: str | None = _setting(None, _text, "MODEL", "Folder, .gguf file or hub id; without it the embedded model.")
-    served_model_name: str | None = _setting(None, _text, "NAME", "Name of the base model in the API.")
+    model: str | None = _setting(None, text, "MODEL", "Folder, .gguf file or hub id; without it the embedded model.")
+    served_model_name: str | None = _setting(None, text, "NAME", "Name of the base model in the API.")
     dtype: str = _setting(
         "auto",
-        _one_of("auto", "float32", "bfloat16", "float16"),
+        one_of("auto", "float32", "bfloat16", "float16"),
         "TYPE",
         "auto | float32 | bfloat16 | float16; auto: the checkpoint's type on CUDA, float32 on the CPU.",
     )
-    device: str = _setting("auto", _one_of("auto", "cpu", "cuda"), "DEVICE", "auto | cpu | cuda.")
+    device: str = _setting("auto", one_of("auto", "cpu", "cuda"), "DEVICE", "auto | cpu | cuda.")
     load_format: str = _setting(
-        "auto", _one_of("auto", "dummy"), "FORMAT", "auto | dummy; dummy: random weights of the model's shape."
+        "auto", one_of("auto", "dummy"), "FORMAT", "auto | dummy; dummy: random weights of the model's shape."
     )
-    revision: str | None = _setting(None, _text, "REV", "Branch, tag or commit of a hub model.")
-    max_model_len: int | None = _setting(None, _int(1), "TOKENS", "Longest prompt + output; default: the model's own.")
-    num_threads: int | None = _setting(None, _int(1), "N", "CPU threads of one operation in the engine.")
-    enforce_eager: bool = _setting(False, _switch, "", "Launch every operation; no CUDA graphs (for debugging).")
+    revision: str | None = _setting(None, text, "REV", "Branch, tag or commit of a hub model.")
+    max_model_len: int | None = _setting(None, whole(1), "TOKENS", "Longest prompt + output; default: the model's own.")
+    num_threads: int | None = _setting(None, whole(1), "N", "CPU threads of one operation in the engine.")
+    enforce_eager: bool = _setting(False, switch, "", "Launch every operation; no CUDA graphs (for debugging).")
     attention_backend: str = _setting(
-        "auto", _one_of("auto", "reference", "triton"), "NAME", "auto | reference | triton; auto: triton on CUDA."
+        "auto", one_of("auto", "reference", "triton"), "NAME", "auto | reference | triton; auto: triton on CUDA."
     )
-    seed: int = _setting(0, _int(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
+    seed: int = _setting(0, whole(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
 
 
 @dataclass(frozen=True)
@@ -141,16 +57,16 @@ class MemoryConfig:
     """How much memory the engine may use and what for; sizes in bytes."""
 
     memory_budget: int | None = _setting(
-        None, parse_size, "SIZE", "All memory the engine may use, such as 4GiB; default: measured at start."
+        None, size, "SIZE", "All memory the engine may use, such as 4GiB; default: measured at start."
     )
     gpu_memory_utilization: float = _setting(
-        0.9, _float(0, 1, low_open=True), "FRACTION", "Part of the GPU's memory taken when no budget is given."
+        0.9, number(0, 1, low_open=True), "FRACTION", "Part of the GPU's memory taken when no budget is given."
     )
     kv_cache_memory_bytes: int | None = _setting(
-        None, parse_size, "SIZE", "Size of the KV pool; default: what the budget leaves."
+        None, size, "SIZE", "Size of the KV pool; default: what the budget leaves."
     )
-    max_loras: int = _setting(8, _int(1, 1024), "N", "Adapters in memory at once.")
-    max_lora_rank: int = _setting(64, _int(1, 512), "N", "Largest adapter rank that can be served.")
+    max_loras: int = _setting(8, whole(1, 1024), "N", "Adapters in memory at once.")
+    max_lora_rank: int = _setting(64, whole(1, 512), "N", "Largest adapter rank that can be served.")
 
 
 @dataclass(frozen=True)
@@ -159,18 +75,18 @@ class SchedulerConfig:
 
     policy: str = _setting(
         "deferred",
-        _one_of("deferred", "inference-first", "train-first"),
+        one_of("deferred", "inference-first", "train-first"),
         "NAME",
         "deferred | inference-first | train-first: how training and requests share the engine.",
     )
     deferral_bound_s: float = _setting(
-        1.0, _float(0), "SECONDS", "deferred: longest a waiting request may be held back for training."
+        1.0, number(0), "SECONDS", "deferred: longest a waiting request may be held back for training."
     )
     max_num_seqs: int | None = _setting(
-        None, _int(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
+        None, whole(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
     )
     max_num_batched_tokens: int | None = _setting(
-        None, _int(1), "TOKENS", "Most tokens of one engine step; default: chosen by device."
+        None, whole(1), "TOKENS", "Most tokens of one engine step; default: chosen by device."
     )
 
 
@@ -178,23 +94,23 @@ class SchedulerConfig:
 class ServerConfig:
     """The HTTP side and the life of the processes."""
 
-    host: str = _setting("127.0.0.1", _text, "ADDRESS", "Address to listen on; others than loopback need --api-key.")
-    port: int = _setting(8000, _int(1, 65535), "PORT", "TCP port to listen on.")
+    host: str = _setting("127.0.0.1", text, "ADDRESS", "Address to listen on; others than loopback need --api-key.")
+    port: int = _setting(8000, whole(1, 65535), "PORT", "TCP port to listen on.")
     api_key: tuple[str, ...] = _setting(
-        (), _names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
+        (), names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
     )
-    api_server_count: int = _setting(1, _int(1, 64), "N", "Number of API worker processes.")
+    api_server_count: int = _setting(1, whole(1, 64), "N", "Number of API worker processes.")
     state_dir: Path = _setting(
-        Path("~/.fineinfer"), _path, "DIR", "Where jobs, files and adapters are kept; default: ~/.fineinfer."
+        Path("~/.fineinfer"), file_path, "DIR", "Where jobs, files and adapters are kept; default: ~/.fineinfer."
     )
     shutdown_timeout: float = _setting(
-        30.0, _float(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
+        30.0, number(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
     )
     metrics_prefix: str = _setting(
-        "fineinfer:", _metrics_prefix, "PREFIX", "Prefix of metric names; vllm: fits vLLM's dashboards."
+        "fineinfer:", metrics_prefix, "PREFIX", "Prefix of metric names; vllm: fits vLLM's dashboards."
     )
     log_level: str = _setting(
-        "info", _one_of("debug", "info", "warning", "error"), "LEVEL", "debug | info | warning | error."
+        "info", one_of("debug", "info", "warning", "error"), "LEVEL", "debug | info | warning | error."
     )
 
 
@@ -202,21 +118,21 @@ class ServerConfig:
 class TrainConfig:
     """The adapter that is trained from the start; None means ``auto``, resolved from the data at job creation."""
 
-    lora_train: Path | None = _setting(None, _path, "FILE", "Chat JSONL to train an adapter on beside serving.")
-    lora_train_name: str = _setting("my-lora", _text, "NAME", "Name under which that adapter is served.")
-    lora_r: int | None = _setting(None, _int(1, 512), "N", "Adapter rank (default 16).")
-    lora_alpha: float | None = _setting(None, _float(0, low_open=True), "X", "Adapter alpha (default 2 x rank).")
+    lora_train: Path | None = _setting(None, file_path, "FILE", "Chat JSONL to train an adapter on beside serving.")
+    lora_train_name: str = _setting("my-lora", text, "NAME", "Name under which that adapter is served.")
+    lora_r: int | None = _setting(None, whole(1, 512), "N", "Adapter rank (default 16).")
+    lora_alpha: float | None = _setting(None, number(0, low_open=True), "X", "Adapter alpha (default 2 x rank).")
     lora_target_modules: tuple[str, ...] | None = _setting(
-        None, _names, "NAMES", "Layers to adapt, such as q_proj,v_proj (default: all linear layers)."
+        None, names, "NAMES", "Layers to adapt, such as q_proj,v_proj (default: all linear layers)."
     )
-    epochs: int | None = _setting(None, _int(1), "N", "Passes over the data (default 3).")
-    batch_size: int | None = _setting(None, _int(1), "N", "Examples of one optimizer update.")
-    gradient_accumulation_steps: int | None = _setting(None, _int(1), "N", "Micro-batches of one optimizer update.")
-    max_seq_length: int | None = _setting(None, _int(1), "TOKENS", "Longer examples are cut here (default 2048).")
-    save_steps: int | None = _setting(None, _int(1), "N", "Updates between checkpoints (default: each epoch).")
+    epochs: int | None = _setting(None, whole(1), "N", "Passes over the data (default 3).")
+    batch_size: int | None = _setting(None, whole(1), "N", "Examples of one optimizer update.")
+    gradient_accumulation_steps: int | None = _setting(None, whole(1), "N", "Micro-batches of one optimizer update.")
+    max_seq_length: int | None = _setting(None, whole(1), "TOKENS", "Longer examples are cut here (default 2048).")
+    save_steps: int | None = _setting(None, whole(1), "N", "Updates between checkpoints (default: each epoch).")
     recompute: str | None = _setting(
         None,
-        _one_of("auto", "never", "always"),
+        one_of("auto", "never", "always"),
         "MODE",
         "auto | never | always: recompute layers in backward.",
     )
@@ -226,13 +142,13 @@ class TrainConfig:
 class OptimizerConfig:
     """The optimizer of the adapter that is trained from the start; None means ``auto``."""
 
-    learning_rate: float | None = _setting(None, _float(0, low_open=True), "LR", "Peak learning rate (default 2e-4).")
+    learning_rate: float | None = _setting(None, number(0, low_open=True), "LR", "Peak learning rate (default 2e-4).")
     lr_scheduler: str | None = _setting(
-        None, _one_of("cosine", "linear", "constant"), "NAME", "cosine | linear | constant (default cosine)."
+        None, one_of("cosine", "linear", "constant"), "NAME", "cosine | linear | constant (default cosine)."
     )
-    warmup_ratio: float | None = _setting(None, _float(0, 1), "FRACTION", "Part of the updates that warm up (0.03).")
-    weight_decay: float | None = _setting(None, _float(0), "X", "Decoupled weight decay (default 0).")
-    max_grad_norm: float | None = _setting(None, _float(0, low_open=True), "X", "Clip the gradient here (default 1).")
+    warmup_ratio: float | None = _setting(None, number(0, 1), "FRACTION", "Part of the updates that warm up (0.03).")
+    weight_decay: float | None = _setting(None, number(0), "X", "Decoupled weight decay (default 0).")
+    max_grad_norm: float | None = _setting(None, number(0, low_open=True), "X", "Clip the gradient here (default 1).")
 
 
 @dataclass(frozen=True)
@@ -320,7 +236,7 @@ def load_config(
         if raw is not None:
             setting = _lookup(name, "flag")
             values[name] = _parse(setting, raw, setting.flag if name != "model" else "MODEL")
-    values["state_dir"] = _path(values.get("state_dir", SETTINGS["state_dir"].default))
+    values["state_dir"] = file_path(values.get("state_dir", SETTINGS["state_dir"].default))
     groups = {
         group: cls(**{name: value for name, value in values.items() if SETTINGS[name].group == group})
         for group, cls in _GROUPS.items()

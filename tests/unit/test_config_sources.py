@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fineinfer.config import SETTINGS, Config, ConfigError, is_loopback, load_config, parse_size
+from fineinfer.config import SETTINGS, Config, ConfigError, is_loopback, load_config
+from fineinfer.parse import size
 
 PRESETS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
@@ -44,7 +45,8 @@ def test_every_setting_has_one_group_and_is_described() -> None:
     names = [item.name for group in groups for item in dataclasses.fields(group)]
     assert len(names) == len(set(names)) == len(SETTINGS)
     for setting in SETTINGS.values():
-        assert setting.help.strip() and setting.metavar.isupper() and setting.flag.startswith("--")
+        assert setting.help.strip() and setting.flag.startswith("--")
+        assert setting.metavar == "" if setting.default is False else setting.metavar.isupper()  # a switch has no value
 
 
 def test_every_setting_is_read_by_some_component() -> None:
@@ -131,13 +133,13 @@ def test_unknown_flag_names_a_close_match() -> None:
     [("1024", 1024), (2048, 2048), ("4GiB", 4 << 30), ("4g", 4 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536)],
 )
 def test_sizes(raw: object, num_bytes: int) -> None:
-    assert parse_size(raw) == num_bytes
+    assert size(raw) == num_bytes
 
 
 @pytest.mark.parametrize("raw", ["", "GiB", "-1", "0", "4GiBs", "1e9", True])
 def test_bad_sizes(raw: object) -> None:
     with pytest.raises(ValueError, match=r"size|0 bytes"):
-        parse_size(raw)
+        size(raw)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +208,11 @@ def test_presets_load_and_begin_with_their_command(path: Path) -> None:
 
 def test_there_are_presets() -> None:
     assert {"embedded-cpu", "llama-8b-h100", "qwen3-cpu"} <= {path.stem for path in PRESETS}
+
+
+def test_a_switch_is_on_by_its_flag_or_by_true() -> None:
+    assert load_config({}).model.enforce_eager is False
+    assert load_config({"enforce_eager": True}).model.enforce_eager is True
+    assert load_config({}, {"FINEINFER_ENFORCE_EAGER": "true"}).model.enforce_eager is True
+    with pytest.raises(ConfigError, match="true or false"):
+        load_config({}, {"FINEINFER_ENFORCE_EAGER": "yes"})

@@ -45,7 +45,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "request": set(),
     "messages": {"request"},
     "ipc": {"messages", "request"},
-    "config": set(),
+    "config": {"parse"},
+    "parse": set(),
     "hashing": set(),
     "parent_death": set(),
     "llm": {"kernels", "adapters", "memory", "model", "runner", "training", "scheduler", "engine", "text", *_PLAIN},
@@ -69,6 +70,7 @@ NO_TORCH = (
     "request",
     "ipc",
     "config",
+    "parse",
     "hashing",
     "parent_death",
 )
