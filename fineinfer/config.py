@@ -75,13 +75,26 @@ class SchedulerConfig:
 
     policy: str = _setting(
         "deferred",
-        one_of("deferred", "inference-first", "train-first"),
+        one_of("deferred", "inference-first", "train-first", "slo"),
         "NAME",
-        "deferred | inference-first | train-first: how training and requests share the engine.",
+        "deferred | inference-first | train-first | slo: how training and requests share the engine.",
     )
     deferral_bound_s: float = _setting(
         1.0, number(0), "SECONDS", "deferred: longest a waiting request may be held back for training."
     )
+    slo_ttft_ms: float | None = _setting(
+        None, number(0, low_open=True), "MS", "slo: time to first token at p99; default: 3 times one without training."
+    )
+    slo_tpot_ms: float | None = _setting(
+        None,
+        number(0, low_open=True),
+        "MS",
+        "slo: time per output token at p99; default: 3 times one without training.",
+    )
+    train_share_min: float = _setting(
+        0.05, number(0, 1), "FRACTION", "slo: part of the time that a job gets whatever the load."
+    )
+    train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "slo: part of the time that a job never exceeds.")
     max_num_seqs: int | None = _setting(
         None, whole(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
     )
@@ -261,6 +274,11 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"--host {config.server.host} is reachable from other machines: set --api-key or FINEINFER_API_KEY, "
             "or listen on 127.0.0.1"
+        )
+    shares = config.scheduler
+    if shares.train_share_min > shares.train_share_max:
+        raise ConfigError(
+            f"--train-share-min {shares.train_share_min} is above --train-share-max {shares.train_share_max}"
         )
     if config.train.lora_train is None:
         return

@@ -158,7 +158,7 @@ class EngineLoop:
         if result.failed:
             self._fail(sequence)
             return
-        self.parts.scheduler.commit(result.chunk, result.token_id)
+        self.parts.scheduler.commit(result.chunk, result.token_id, now_s())
         if sequence.num_preemptions == 0:
             stop = min(result.chunk.start + result.chunk.length, len(sequence.prompt))
             self.parts.counters.prompt_tokens += max(0, stop - result.chunk.start)

@@ -42,8 +42,8 @@ from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
 from fineinfer.parent_death import die_with_parent
 from fineinfer.scheduler.latency_model import LatencyModel
-from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
+from fineinfer.scheduler.slo import SloTargets, make_policy
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,9 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     """Connect the parts of the loop; the only place that knows all of them."""
     model, adapters, device = base.model, base.adapters, base.device
     governor = lease_plan(plan)
-    scheduler = Scheduler(kv_cache, base.runner_parts.limits, POLICIES[settings.policy])
     latency, counters = LatencyModel(), Counters()
+    targets = SloTargets(settings.slo_ttft_s, settings.slo_tpot_s, settings.train_share_min, settings.train_share_max)
+    scheduler = Scheduler(kv_cache, base.runner_parts.limits, make_policy(settings.policy, targets), latency)
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
     runner = make_runner(base.runner_parts, kv_cache)
     said = prepare(base.runner_parts, runner)

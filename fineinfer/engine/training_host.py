@@ -116,7 +116,8 @@ class TrainingHost:
         started = not trainer.at_update_boundary
         units = trainer.remaining_units() if started else trainer.next_update_units()
         left_s = sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
-        return TrainingState(ready=True, update_started=started, update_left_s=left_s)
+        unit_s = left_s / max(1, units.total())
+        return TrainingState(ready=True, update_started=started, update_left_s=left_s, unit_s=unit_s)
 
     def run_unit(self) -> bool:
         """Run exactly one unit of the job.

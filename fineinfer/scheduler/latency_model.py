@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DECAY = 0.98  # a measurement's weight halves after about 34 newer ones: follows a noisy neighbour within seconds
+INFERENCE_KINDS = ("decode", "prefill")  # every other kind is training
 OUTLIER_FACTOR = 20.0  # one slice that took this many times its estimate (a page-in, a suspended host) is clipped
 
 
@@ -22,6 +23,7 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
+        self._trained_s = 0.0
 
     def observe(self, kind: str, num_tokens: int, seconds: float) -> None:
         """Add a measured slice."""
@@ -31,6 +33,13 @@ class LatencyModel:
         for name, value in (("x", num_tokens), ("y", seconds), ("xx", num_tokens**2), ("xy", num_tokens * seconds)):
             setattr(sums, name, getattr(sums, name) * DECAY + value)
         sums.weight = sums.weight * DECAY + 1.0
+        if kind not in INFERENCE_KINDS:
+            self._trained_s += seconds
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of all training slices since start."""
+        return self._trained_s
 
     def estimate(self, kind: str, num_tokens: int) -> float:
         """Predicted seconds of a slice; 0 for a kind never seen."""

@@ -17,6 +17,12 @@ class LoadState:
         update_started: An optimizer update has begun and is not finished.
         update_left_s: Estimated seconds to finish the running update, or of a whole one if none runs.
         deferral_bound_s: Longest a waiting request may be held back for training.
+        now_s: ``time.monotonic()``.
+        prefill_tokens: Prompt tokens of running requests that are still to be computed.
+        step_s: Estimated seconds of a decode step of the running requests.
+        unit_s: Estimated seconds of a training unit, on the mean of those that are left.
+        trained_s: Seconds of training since start.
+        last_unit_s: When the last training unit was planned.
     """
 
     oldest_wait_s: float | None
@@ -25,14 +31,21 @@ class LoadState:
     update_started: bool
     update_left_s: float
     deferral_bound_s: float
+    now_s: float = 0.0
+    prefill_tokens: int = 0
+    step_s: float = 0.0
+    unit_s: float = 0.0
+    trained_s: float = 0.0
+    last_unit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A policy's decision: may waiting requests join, and does a training unit run in this turn."""
+    """A policy's decision: may waiting requests join, does a training unit run, and do requests run before it."""
 
     admit: bool
     train: bool
+    infer: bool = True
 
 
 Policy = Callable[[LoadState], Turn]

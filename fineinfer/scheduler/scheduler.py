@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason
 from fineinfer.scheduler.admission import LengthPredictor, peak_tokens
+from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.policy import LoadState, Policy
 from fineinfer.scheduler.sequence import Sequence
+from fineinfer.scheduler.slo import LoadFree, SloPolicy
 
 BACKLOG_STEPS = 4  # a backlog of prompt tokens is spread over at least so many forwards
 MIN_PREFILL_ROWS = 256  # beside however many decode rows: fewer would starve the prompts
@@ -42,6 +44,7 @@ class TrainingState:
     ready: bool = False
     update_started: bool = False
     update_left_s: float = 0.0
+    unit_s: float = 0.0
 
 
 class Scheduler:
@@ -51,12 +54,17 @@ class Scheduler:
         kv_cache: The slot accounting (and pool) that requests draw from.
         limits: Bounds of one forward.
         policy: Co-scheduling policy.
+        latency: Slice times; None for one of its own that knows nothing.
     """
 
-    def __init__(self, kv_cache: KVCache, limits: SchedulerLimits, policy: Policy) -> None:
+    def __init__(
+        self, kv_cache: KVCache, limits: SchedulerLimits, policy: Policy, latency: LatencyModel | None = None
+    ) -> None:
         self._kv = kv_cache
         self._limits = limits
         self._policy = policy
+        self._latency = LatencyModel() if latency is None else latency
+        self._last_unit_s = 0.0
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.predictor = LengthPredictor()
@@ -90,13 +98,22 @@ class Scheduler:
                 update_started=training.update_started,
                 update_left_s=training.update_left_s,
                 deferral_bound_s=self._limits.deferral_bound_s,
+                now_s=now_s,
+                prefill_tokens=sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1),
+                step_s=self._latency.estimate("decode", len(self.running)),
+                unit_s=training.unit_s,
+                trained_s=self._latency.trained_s,
+                last_unit_s=self._last_unit_s,
             )
         )
         slots_wanted = self._admit(now_s) if turn.admit else 0
-        chunks, preempted = self._fill(now_s)
+        chunks, preempted = self._fill(now_s) if turn.infer else ([], [])
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
-        train = turn.train or (not chunks and training.ready and turn.admit and slots_wanted == 0)
+        stuck = bool(self.waiting) and not chunks and turn.admit and slots_wanted == 0
+        train = turn.train or (stuck and training.ready)
+        if train:
+            self._last_unit_s = now_s
         return StepPlan(tuple(chunks), train, tuple(preempted), slots_wanted)
 
     def _admit(self, now_s: float) -> int:
@@ -173,11 +190,14 @@ class Scheduler:
         chunk.sequence.num_computed = chunk.start + chunk.length
         chunk.sequence.num_in_flight += chunk.samples
 
-    def commit(self, chunk: Chunk, token_id: int | None) -> None:
-        """Record that a launched chunk ran and which token its last row chose."""
-        chunk.sequence.num_in_flight -= chunk.samples
+    def commit(self, chunk: Chunk, token_id: int | None, now_s: float | None = None) -> None:
+        """Record that a launched chunk ran, which token its last row chose, and when that was known."""
+        sequence = chunk.sequence
+        sequence.num_in_flight -= chunk.samples
         if token_id is not None:
-            chunk.sequence.output.append(token_id)
+            sequence.output.append(token_id)
+            sequence.last_token_s = now_s
+            sequence.first_token_s = now_s if sequence.first_token_s is None else sequence.first_token_s
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a request in whatever state it is and free all it holds; safe to call twice."""
@@ -191,6 +211,20 @@ class Scheduler:
             self.waiting.remove(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.predictor.record(sequence.adapter_name, len(sequence.output))
+            self._observe(sequence)
+
+    def _observe(self, sequence: Sequence) -> None:
+        """Tell a policy that adapts how a finished request fared."""
+        first_s, last_s = sequence.first_token_s, sequence.last_token_s
+        if not isinstance(self._policy, SloPolicy) or first_s is None or last_s is None:
+            return
+        gaps = len(sequence.output) - 1
+        alone = LoadFree(
+            self._latency.estimate("decode", max(1, len(self.running))),
+            self._latency.estimate("prefill", len(sequence.prompt)),
+        )
+        tpot_s = (last_s - first_s) / gaps if gaps > 0 else None
+        self._policy.observe_request(first_s - sequence.arrival_s, tpot_s, alone)
 
     def _close(self, sequence: Sequence) -> None:
         if sequence.row is not None:

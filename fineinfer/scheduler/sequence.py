@@ -28,6 +28,8 @@ class Sequence:
         num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
         num_preemptions: Times its KV was given up and must be recomputed.
         first_scheduled_s: When its first slice was planned.
+        first_token_s: When its first token was committed.
+        last_token_s: When its newest token was committed.
         prompt_logprobs: Collected entries while the prompt is prefilled.
         finish_reason: Set once, when it ends.
     """
@@ -49,6 +51,8 @@ class Sequence:
     num_in_flight: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 

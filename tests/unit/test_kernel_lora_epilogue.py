@@ -135,7 +135,7 @@ def test_norm(
     assert torch.equal(x[base], plain_x[base])
     torch.testing.assert_close(out[base], plain[base], rtol=max(1.1 * torch.finfo(dtype).eps, 1e-5), atol=1e-6)
     if segments:
-        assert float((out.float() - plain.float()).abs().max()) > 0.1  # the adapters do something
+        assert float((out.float() - plain.float()).abs().max()) > 0.01  # the adapters do something
     assert add_rms_norm_lora(again, delta, weight, EPS, *operands, out=delta) is delta  # onto delta itself
     assert torch.equal(delta, out) and torch.equal(again, x)
 
@@ -190,7 +190,7 @@ def test_activation(
     assert torch.equal(gate_up, before)
     assert torch.equal(silu_and_mul_lora(gate_up, *operands, MAX_RANK, block_m), out)
     if segments:
-        assert float((expected - reference.silu_and_mul(before.float())).abs().max()) > 0.1
+        assert float((expected - reference.silu_and_mul(before.float())).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("splits", [1, 8])

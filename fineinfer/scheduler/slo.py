@@ -1,0 +1,151 @@
+"""Policy ``slo``: training gets exactly the time that the latency targets leave, and never less than its share.
+
+Every decode step earns the time a token may take; what its running did not use is slack, and a training unit runs when
+it fits into the slack. Slack adds up over a few tokens, so that units longer than a single gap find room too: a
+request's time per output token is a mean. Waiting prompts end the training at the next unit. The pace, the part of the
+target that is really spent, follows the observed 99th percentiles: additive increase, multiplicative decrease.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fineinfer.scheduler.policy import POLICIES, LoadState, Policy, Turn
+
+UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
+SHARE_WINDOW_S, SHARE_TICK_S = 10.0, 0.05
+PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
+PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class SloTargets:
+    """What the policy keeps to.
+
+    Attributes:
+        ttft_s: Seconds until the first token, at the 99th percentile; None: ``UNSET_FACTOR`` times a prefill alone.
+        tpot_s: Seconds per output token, likewise; None: ``UNSET_FACTOR`` times a decode step alone.
+        train_share_min: Part of the time that a running job gets whatever the load.
+        train_share_max: Part of the time that it never exceeds.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    train_share_min: float = 0.05
+    train_share_max: float = 1.0
+
+
+class SloPolicy:
+    """See the module; one object per scheduler, as it remembers.
+
+    Args:
+        targets: Latencies and shares.
+
+    Attributes:
+        pace: Part of the targets that is spent now.
+    """
+
+    def __init__(self, targets: SloTargets) -> None:
+        self._targets = targets
+        self.pace = 1.0
+        self._due_s = 0.0  # when the next tokens of the running requests are due
+        self._last_inference_s: float | None = None
+        self._spent: deque[tuple[float, float]] = deque()  # (when, seconds trained since start), over the window
+        self._latencies: deque[tuple[float, float | None]] = deque(maxlen=PACE_WINDOW)
+        self._until_look = PACE_EVERY
+
+    def __call__(self, load: LoadState) -> Turn:
+        """Decide one turn."""
+        share = self._share(load)
+        if not load.training_ready:
+            return self._infer(load)
+        if share < self._targets.train_share_min and self._requests_had_a_turn(load):
+            return Turn(admit=True, train=True, infer=False)
+        if share > self._targets.train_share_max:
+            return self._infer(load)
+        if load.oldest_wait_s is None and load.num_running == 0:
+            return Turn(admit=False, train=True)
+        if load.oldest_wait_s is not None or load.prefill_tokens:
+            return self._infer(load)
+        if load.now_s + load.unit_s + load.step_s <= self._due_s:
+            return Turn(admit=True, train=True, infer=False)
+        return self._infer(load)
+
+    def observe_request(self, ttft_s: float, tpot_s: float | None, load_free: LoadFree) -> None:
+        """Adapt the pace to a finished request.
+
+        Args:
+            ttft_s: Its time to first token.
+            tpot_s: Its time per output token; None if it had one token.
+            load_free: The latencies without training, for targets that are not given.
+        """
+        self._latencies.append((ttft_s / self._ttft_s(load_free), tpot_s and tpot_s / self._tpot_s(load_free.step_s)))
+        self._until_look -= 1
+        if self._until_look > 0:
+            return
+        self._until_look = PACE_EVERY
+        worst = max(
+            _p99([ttft for ttft, _ in self._latencies]), _p99([tpot for _, tpot in self._latencies if tpot is not None])
+        )
+        if worst > 1.0:
+            self.pace = max(MIN_PACE, self.pace * max(PACE_DROP, 1.0 / worst))
+            self._latencies.clear()  # they happened at the old pace
+        else:
+            self.pace = min(1.0, self.pace + PACE_STEP)
+
+    def _infer(self, load: LoadState) -> Turn:
+        """A turn for requests: the tokens of its step earn their time."""
+        token_s, previous_s = self.pace * self._tpot_s(load.step_s), self._due_s
+        # This step's tokens come at `ready`, the next ones are due a token's time later. Slack adds up to one unit beyond
+        # that, or a unit longer than a token's time would never fit; no further, as all of it may go into one gap.
+        ready_s = load.now_s + load.step_s
+        self._due_s = ready_s + token_s
+        if load.num_running:
+            self._due_s = min(max(previous_s, ready_s) + token_s, ready_s + token_s + load.unit_s)
+        self._last_inference_s = load.now_s
+        return Turn(admit=True, train=False)
+
+    def _requests_had_a_turn(self, load: LoadState) -> bool:
+        """Whether a step has run since the last unit: units that are due to the share alternate with steps."""
+        return self._last_inference_s is not None and load.last_unit_s <= self._last_inference_s
+
+    def _share(self, load: LoadState) -> float:
+        """Part of the last seconds that went to training; at least its minimum while there is no window yet."""
+        if not self._spent or load.now_s - self._spent[-1][0] >= SHARE_TICK_S:
+            self._spent.append((load.now_s, load.trained_s))
+        while len(self._spent) > 2 and self._spent[1][0] < load.now_s - SHARE_WINDOW_S:
+            self._spent.popleft()
+        begin_s, trained_s = self._spent[0]
+        if load.now_s <= begin_s:
+            return self._targets.train_share_min
+        return (load.trained_s - trained_s) / (load.now_s - begin_s)
+
+    def _tpot_s(self, step_s: float) -> float:
+        return max(1e-6, UNSET_FACTOR * step_s) if self._targets.tpot_s is None else self._targets.tpot_s
+
+    def _ttft_s(self, load_free: LoadFree) -> float:
+        alone = max(1e-6, UNSET_FACTOR * (load_free.prefill_s + load_free.step_s))
+        return alone if self._targets.ttft_s is None else self._targets.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFree:
+    """Estimated latencies without training: of a decode step as it was, of the request's own prefill, in seconds."""
+
+    step_s: float
+    prefill_s: float
+
+
+def _p99(values: list[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
+
+
+def make_policy(name: str, targets: SloTargets) -> Policy:
+    """The policy of a name; a new object for one that remembers.
+
+    Raises:
+        KeyError: No policy has that name.
+    """
+    return SloPolicy(targets) if name == "slo" else POLICIES[name]

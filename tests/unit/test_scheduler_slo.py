@@ -1,0 +1,146 @@
+"""Policy ``slo`` on a virtual clock: the real scheduler, policies and latency model, a cost model for the device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.request import FinishReason, SamplingParams
+from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
+from fineinfer.scheduler.sequence import Sequence
+from fineinfer.scheduler.slo import MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
+
+UNIT_S = 2.0e-3  # an 8B layer over 2,048 rows on an H100
+UNITS = 400  # of an update
+
+
+def step_s(num_rows: int) -> float:
+    """A forward of the 8B shape on an H100, near enough."""
+    return 6.0e-3 + 8e-6 * min(num_rows, 256) + 24e-6 * max(0, num_rows - 256)
+
+
+@dataclass
+class Outcome:
+    """What a run gave: latencies of requests in seconds, and the part of the time that was trained."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    share: float = 0.0
+    pace: float = 1.0
+
+    def p99(self, name: str) -> float:
+        values = sorted(getattr(self, name))
+        return values[int(0.99 * len(values))]
+
+
+def simulate(
+    rate: float, seconds: float, policy: str = "slo", training: bool = True, seed: int = 1, **targets: float
+) -> Outcome:
+    """Poisson arrivals of ShareGPT-like lengths beside a job that never ends."""
+    latency, made = LatencyModel(), make_policy(policy, SloTargets(**targets))
+    kv = KVCache(200_000, 256, 4096)
+    scheduler = Scheduler(kv, SchedulerLimits(256, 4096, 1.0, 512), made, latency)
+    for rows in (1, 64, 256):
+        latency.observe("decode", rows, step_s(rows))
+    latency.observe("prefill", 512, step_s(512))
+    latency.observe("forward", 2048, UNIT_S)
+    rng, now, due, count, done, trained = random.Random(seed), 0.0, 0.0, 0, 0, 0.0
+    outcome = Outcome()
+    while now < seconds:
+        while due <= now:
+            if rate:
+                num_prompt, num_output = int(rng.expovariate(1 / 200)) + 8, int(rng.expovariate(1 / 200)) + 8
+                total = num_prompt + num_output
+                sampling = SamplingParams(max_tokens=num_output, temperature=0.0)
+                scheduler.add(Sequence(str(count), b"", [1] * num_prompt, sampling, min(total, 4096), due))
+                count += 1
+            due += rng.expovariate(rate) if rate else seconds
+        left = UNITS - done % UNITS
+        state = TrainingState(training, done % UNITS != 0, left * UNIT_S, UNIT_S) if training else TrainingState()
+        plan = scheduler.plan(now, state)
+        if plan.chunks:
+            took = step_s(plan.num_rows)
+            now += took
+            kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
+            latency.observe(kind, plan.num_rows, took)
+            for chunk in plan.chunks:
+                sequence = chunk.sequence
+                scheduler.launched(chunk)
+                scheduler.commit(chunk, 5 if chunk.samples else None, now)
+                if len(sequence.prompt) + len(sequence.output) >= sequence.max_total_tokens:
+                    scheduler.finish(sequence, FinishReason.LENGTH)
+                    outcome.ttft.append(sequence.first_token_s - sequence.arrival_s)
+                    if len(sequence.output) > 1:
+                        outcome.tpot.append((now - sequence.first_token_s) / (len(sequence.output) - 1))
+        if plan.train:
+            done, now, trained = done + 1, now + UNIT_S, trained + UNIT_S
+            latency.observe("forward", 2048, UNIT_S)
+        if not plan.chunks and not plan.train:
+            now = min(due, now + 1e-3)
+    outcome.share = trained / now
+    outcome.pace = getattr(made, "pace", 1.0)
+    return outcome
+
+
+def test_targets_are_kept_and_the_rest_is_trained() -> None:
+    busy = simulate(16, 60, tpot_s=20e-3, ttft_s=0.1)
+    assert busy.p99("tpot") <= 20.4e-3 and busy.p99("ttft") <= 0.1
+    assert busy.share > 0.4
+    quiet = simulate(4, 60, tpot_s=20e-3, ttft_s=0.1)
+    assert quiet.p99("tpot") <= 20.4e-3 and quiet.p99("ttft") <= 0.1
+    assert quiet.share > busy.share + 0.1
+    assert simulate(0, 5, tpot_s=20e-3).share > 0.99
+
+
+def test_a_wider_target_buys_training() -> None:
+    shares = [simulate(16, 40, tpot_s=tpot_s, ttft_s=0.2).share for tpot_s in (10e-3, 20e-3, 40e-3)]
+    assert shares[0] < shares[1] < shares[2]
+
+
+def test_the_older_policies_do_worse_at_one_or_the_other() -> None:
+    slo, deferred = simulate(16, 40, tpot_s=20e-3, ttft_s=0.1), simulate(16, 40, "deferred")
+    assert deferred.share < 0.1 < slo.share  # training only while the batch is empty
+    rare = simulate(1, 60, tpot_s=20e-3, ttft_s=0.1)
+    assert simulate(1, 60, "train-first").p99("ttft") > 5 * rare.p99("ttft")  # waits for whole updates
+
+
+def test_unset_targets_are_three_times_the_latency_without_training() -> None:
+    alone, beside = simulate(8, 40, training=False), simulate(8, 40)
+    assert beside.share > 0.3
+    assert beside.p99("tpot") <= 3.1 * alone.p99("tpot")
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_the_minimum_share_holds_under_overload(share: float) -> None:
+    overloaded = simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
+    assert share * 0.9 <= overloaded.share <= share + 0.05
+    assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
+
+
+def test_the_maximum_share_holds_at_idle() -> None:
+    assert simulate(0, 30, train_share_max=0.3).share == pytest.approx(0.3, abs=0.03)
+
+
+def test_a_prompt_waits_for_one_unit_at_most() -> None:
+    alone = simulate(2, 60, training=False, seed=5)
+    beside = simulate(2, 60, tpot_s=60e-3, ttft_s=0.5, seed=5)
+    assert max(b - a for a, b in zip(sorted(alone.ttft), sorted(beside.ttft), strict=False)) < 25e-3
+    assert beside.share > 0.8
+
+
+def test_the_pace_falls_while_targets_are_missed_and_recovers() -> None:
+    policy, free = SloPolicy(SloTargets(ttft_s=0.1, tpot_s=20e-3)), LoadFree(7e-3, 20e-3)
+    for _ in range(160):
+        policy.observe_request(0.05, 30e-3, free)
+    low = policy.pace
+    assert MIN_PACE <= low < 0.3
+    for _ in range(16 * 60 + 256):
+        policy.observe_request(0.05, 10e-3, free)
+    assert policy.pace == 1.0
+    for _ in range(64):
+        policy.observe_request(0.5, None, free)  # late first tokens count as well; these have one token only
+    assert policy.pace < 1.0
