@@ -130,6 +130,12 @@ class ResizeKV(_Message, kw_only=True, frozen=True):
     num_slots: int
 
 
+class SetBudget(_Message, kw_only=True, frozen=True):
+    """Change the memory budget; the owners follow as fast as running work allows. Too small a budget is ignored."""
+
+    num_bytes: int
+
+
 class Drain(_Message, kw_only=True, frozen=True):
     """Take no new requests, finish those in flight within ``timeout_s``, checkpoint the job, answer ``Drained``."""
 
@@ -324,7 +330,7 @@ class ShuttingDown(_Message, kw_only=True, frozen=True):
 
 ToEngine = (
     AddRequest | AbortRequest | FinishRequest | Hello | Ping | StartJob | CancelJob | SetAdapter | RemoveAdapter
-    | ResizeKV | Drain
+    | ResizeKV | SetBudget | Drain
 )  # fmt: skip
 FromEngine = (
     Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobCheckpoint | JobEnded | JobNote

@@ -22,6 +22,7 @@ from fineinfer.messages import (
     RequestOutput,
     ResizeKV,
     SetAdapter,
+    SetBudget,
     StartJob,
     ToEngine,
 )
@@ -87,6 +88,7 @@ class EngineLoop:
             False if there was nothing to do.
         """
         self._handle(self.parts.inbox.drain())
+        self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
         worked = self._run_inference(plan)
         waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
@@ -216,6 +218,8 @@ class EngineLoop:
                 self.parts.adapters.remove(message.name)
             elif isinstance(message, ResizeKV):
                 self.parts.ladder.resize_kv(message.num_slots)
+            elif isinstance(message, SetBudget):
+                self.parts.ladder.set_budget(message.num_bytes, self.parts.training.trainer, now_s())
             elif isinstance(message, Drain):
                 self.parts.desk.draining = True
                 self._drain_until_s = now_s() + message.timeout_s

@@ -21,6 +21,7 @@ KV = "kv"
 ACTIVATIONS = "training_activations"
 STATE = "training_state"
 HOLD_S = 0.5  # training stays off the memory for this long after the last request waited for it (hysteresis)
+FOLLOW_EVERY_S = 0.05  # while leases exceed a smaller budget: trimming the heap takes milliseconds
 MIN_KV_SLOTS = 64
 
 
@@ -40,7 +41,7 @@ class MemoryLadder:
         self._kv = kv_cache
         self._bytes_per_slot = kv_cache.pool.bytes_per_slot
         self._reserved_slots = reserved_slots
-        self._hold_until_s = 0.0
+        self._hold_until_s = self._next_follow_s = 0.0
         self._kept_layers = 0
         self.num_resizes = 0
         self.num_dropped_layers = 0
@@ -67,7 +68,7 @@ class MemoryLadder:
         held = self._governor.leased(ACTIVATIONS)
         if held < most:
             self._shrink_kv_for(most - held)
-        available = held + max(0, self._governor.free_bytes)
+        available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
         if available < least:
             return False
         granted = min(available, most)
@@ -102,18 +103,8 @@ class MemoryLadder:
         """
         goal = min(self._kv.max_slots, self._kv.num_slots + slots_wanted)
         self._hold_until_s = now_s + HOLD_S
-        if trainer is None or not trainer.micro_batch_open:
-            self._governor.release(ACTIVATIONS)
-            trim_heap()
-        elif self._free_slots() < slots_wanted:
-            started_s = time.perf_counter()
-            self._kept_layers = 0
-            num_layers, freed = trainer.drop_kept()
-            trim_heap()
-            self.num_dropped_layers += num_layers
-            needed = trainer.bytes_if_recomputed(trainer.micro_batch_tokens)
-            self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
-            self._governor.record("drop_kept", ACTIVATIONS, freed, 1e3 * (time.perf_counter() - started_s))
+        if trainer is None or not trainer.micro_batch_open or self._free_slots() < slots_wanted:
+            self._give_back_activations(trainer)
         self.grow_kv(goal)
         return self._kv.num_slots >= goal
 
@@ -130,6 +121,44 @@ class MemoryLadder:
             self._resize(max(num_slots, MIN_KV_SLOTS, self._reserved_slots()))
         else:
             self.grow_kv(num_slots)
+
+    # ------------------------------------------------------------ the budget
+
+    def set_budget(self, num_bytes: int, trainer: Trainer | None, now_s: float) -> None:
+        """Change the budget: the pool grows into a larger one; ``follow_budget`` gets below a smaller one."""
+        self._governor.set_budget(num_bytes)
+        if self._governor.free_bytes >= 0:
+            self.grow_kv()
+        else:
+            self.follow_budget(trainer, now_s)
+
+    def follow_budget(self, trainer: Trainer | None, now_s: float) -> None:
+        """While leases exceed the budget, give back: free slots first, then what training holds; called every turn.
+
+        Requests that are running keep their slots, so the rest follows as they end.
+        """
+        if self._governor.free_bytes >= 0 or now_s < self._next_follow_s:
+            return
+        self._next_follow_s = now_s + FOLLOW_EVERY_S
+        self._hold_until_s = now_s + HOLD_S
+        self._shrink_kv_for(0)
+        if self._governor.free_bytes < 0 and self._governor.leased(ACTIVATIONS):
+            self._give_back_activations(trainer)
+
+    def _give_back_activations(self, trainer: Trainer | None) -> None:
+        """All between two micro-batches; within one, the kept graphs, which are recomputed."""
+        if trainer is None or not trainer.micro_batch_open:
+            self._governor.release(ACTIVATIONS)
+            trim_heap()
+            return
+        started_s = time.perf_counter()
+        self._kept_layers = 0
+        num_layers, freed = trainer.drop_kept()
+        trim_heap()
+        self.num_dropped_layers += num_layers
+        needed = trainer.bytes_if_recomputed(trainer.micro_batch_tokens)
+        self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
+        self._governor.record("drop_kept", ACTIVATIONS, freed, 1e3 * (time.perf_counter() - started_s))
 
     # ------------------------------------------------------------ inside
 

@@ -55,10 +55,17 @@ class MemoryPlan:
     bytes_per_slot: int
     elastic: bool
 
+    @property
+    def budget_min(self) -> int:
+        """Smallest budget that the engine can follow: everything fixed, and the smallest pool."""
+        pool = MIN_SLOTS if self.elastic else self.kv_slots_max
+        return self.weights + self.workspace + self.adapters + pool * self.bytes_per_slot
+
     def as_dict(self) -> dict[str, int]:
         """For EngineInfo: bytes by owner."""
         return {
             "budget": self.budget,
+            "budget_min": self.budget_min,
             "weights": self.weights,
             "workspace": self.workspace,
             "adapters": self.adapters,

@@ -97,8 +97,8 @@ class SloPolicy:
     def _infer(self, load: LoadState) -> Turn:
         """A turn for requests: the tokens of its step earn their time."""
         token_s, previous_s = self.pace * self._tpot_s(load.step_s), self._due_s
-        # This step's tokens come at `ready`, the next ones are due a token's time later. Slack adds up to one unit beyond
-        # that, or a unit longer than a token's time would never fit; no further, as all of it may go into one gap.
+        # This step's tokens come at `ready`, the next ones are due a token's time later. Slack adds up to one unit
+        # beyond that, or a unit longer than a token's time would never fit; no further: one gap may take all of it.
         ready_s = load.now_s + load.step_s
         self._due_s = ready_s + token_s
         if load.num_running:

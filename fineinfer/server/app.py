@@ -17,6 +17,7 @@ from fineinfer.server import (
     routes_files,
     routes_fine_tuning,
     routes_health,
+    routes_memory,
     routes_models,
     routes_tokenize,
 )
@@ -37,6 +38,7 @@ _ROUTES = (
     routes_tokenize,
     routes_files,
     routes_fine_tuning,
+    routes_memory,
     routes_health,
 )
 

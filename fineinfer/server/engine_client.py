@@ -24,6 +24,7 @@ from fineinfer.messages import (
     Ping,
     Pong,
     RequestOutput,
+    SetBudget,
     ShuttingDown,
     StoreChanged,
     ToApi,
@@ -134,6 +135,15 @@ class EngineClient:
         self.require_info()
         self._open[request.request_id] = inbox
         self._link.post(request)
+
+    def set_budget(self, num_bytes: int) -> None:
+        """Ask for another memory budget.
+
+        Raises:
+            EngineUnavailableError: There is no engine.
+        """
+        self.require_info()
+        self._link.post(SetBudget(num_bytes=num_bytes))
 
     def finish(self, request_id: str, num_tokens: int) -> None:
         """A stop string ended the request after ``num_tokens`` tokens; later outputs are of no interest."""

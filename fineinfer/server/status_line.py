@@ -24,7 +24,7 @@ def print_banner(info: EngineInfo, config: Config) -> None:
         flush=True,
     )
     url = f"http://{host}:{port}"
-    print(f"ready: {url}/v1 (API), {url}/docs, {url}/metrics; policy {config.scheduler.policy}", flush=True)
+    print(f"ready: {url}/v1 (API), {url}/metrics; policy {config.scheduler.policy}", flush=True)
 
 
 class StatusLine:

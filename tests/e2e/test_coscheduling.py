@@ -81,9 +81,44 @@ def test_a_request_in_mid_training_starts_in_time(tiny_model, tmp_path, policy, 
         assert max(measured) > 0.1, "nothing was deferred, so the bound was not tested"
 
 
-def test_coserved_equals_alone(tiny_model, tmp_path):
+def trained_under_load(server: LiveServer, seconds: float) -> float:
+    """Tokens trained while three clients ask without a pause."""
+    ask = {"model": server.base_model, "prompt": "The quick brown fox", "max_tokens": 60, "ignore_eos": True}
+    stop = threading.Event()
+
+    def traffic() -> None:
+        while not stop.is_set():
+            server.http.post("/v1/completions", json=ask)
+
+    clients = [threading.Thread(target=traffic) for _ in range(3)]
+    for client in clients:
+        client.start()
+    time.sleep(1.0)
+    before = server.metric("train_tokens_total")
+    time.sleep(seconds)
+    trained = server.metric("train_tokens_total") - before
+    stop.set()
+    for client in clients:
+        client.join()
+    return trained
+
+
+def test_slo_trains_under_constant_load(tiny_model, tmp_path, capsys):
+    trained = {}
+    for policy in ("slo", "inference-first"):
+        flags = ("--policy", policy, "--served-model-name", "tiny")
+        with live_server(tmp_path / policy, str(tiny_model), *flags) as server:
+            start_training(server, save_steps=100_000)
+            trained[policy] = trained_under_load(server, 4.0)
+    with capsys.disabled():
+        print(f"\ntokens trained in 4 s of constant load: {trained}")
+    assert trained["slo"] > 3 * trained["inference-first"] and trained["slo"] > 0
+
+
+@pytest.mark.parametrize("policy", ["inference-first", "slo"])
+def test_coserved_equals_alone(tiny_model, tmp_path, policy):
     """Training beside requests gives the loss trace of training alone, and requests the tokens of a quiet engine."""
-    flags = (str(tiny_model), "--policy", "inference-first", "--served-model-name", "tiny", "--dtype", "float32")
+    flags = (str(tiny_model), "--policy", policy, "--served-model-name", "tiny", "--dtype", "float32")
     ask = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     with live_server(tmp_path / "alone", *flags) as server:
         quiet_answer = server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]

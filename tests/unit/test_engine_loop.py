@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from fineinfer.kernels import attention_decode
-from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV
+from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV, SetBudget
 from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 
 from .engine_harness import BYTES_PER_SLOT, Harness, publish
@@ -78,6 +80,36 @@ def test_shrinking_and_growing_while_requests_run_changes_no_token(make):
     moving.run(resize)
     assert {name: moving.tokens(name) for name in PROMPTS} == want
     assert len(sizes) >= 3 and moving.parts.ladder._kv.epoch > 0, "no live slot was moved, so nothing is tested"
+
+
+def test_a_smaller_budget_is_followed_and_a_larger_one_is_grown_into(make):
+    want = alone(make, max_tokens=60)
+    harness = make(kv_cache_memory_bytes=3000 * BYTES_PER_SLOT)
+    kv, governor = harness.parts.ladder._kv, harness.parts.ladder._governor
+    for name, prompt in PROMPTS.items():
+        harness.add(name, prompt, max_tokens=60)
+    fixed = governor.budget_bytes - governor.free_bytes - 3000 * BYTES_PER_SLOT
+    sizes = []
+
+    def change(turn: int) -> None:
+        if turn == 10:
+            harness.send(SetBudget(num_bytes=fixed + 100 * BYTES_PER_SLOT))  # less than the running requests need
+        if turn > 12 and not harness.parts.desk.open:
+            return
+        sizes.append(kv.num_slots)
+
+    harness.run(change)
+    assert {name: harness.tokens(name) for name in PROMPTS} == want
+    assert sizes[5] == 3000 and 100 < sizes[20] < 1000, "the pool keeps what the running requests may still need"
+    harness.outputs.clear()
+    harness.add("after", PROMPTS["r0"], max_tokens=40)
+    harness.run()
+    assert kv.num_slots == 100 and governor.free_bytes == 0  # they have ended: the rest was given back
+    harness.send(SetBudget(num_bytes=fixed + 2000 * BYTES_PER_SLOT))
+    harness.loop.step()
+    time.sleep(0.05)
+    harness.loop.step()
+    assert kv.num_slots == 2000
 
 
 def test_more_adapters_than_slots_wait_their_turn(make, tmp_path):

@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINKED_ROOMS = ("kernels", "adapters", "configs")
 
-MAX_PRODUCT_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES, MAX_PARAMETERS = 12_000, 400, 60, 120, 6
-# Apart from the 12,000: one file an operation, each used through one function, so they are not read as one text.
+MAX_PRODUCT_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES, MAX_PARAMETERS = 13_500, 400, 60, 120, 6
+# Apart from those: one file an operation, each used through one function, so they are not read as one text.
 MAX_KERNEL_ROOM_LINES = 2_500
 
 # Longer or wider than the rule, and why that is better than a split. "path" or "path:function" -> reason.
@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "data": {"messages", "text", "hashing"},
     "store": {"messages"},
     "server": {"text", "data", "store", *_PLAIN},
-    "cli": {"server", "config"},
+    "cli": {"server", "config", "parse"},
     "request": set(),
     "messages": {"request"},
     "ipc": {"messages", "request"},
