@@ -165,6 +165,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter_version: str | None = None
     adapter_step: int | None = None
     queue_s: float | None = None  # with the first token: seconds between arrival and first prefill slice
+    training_s: float = (
+        0.0  # seconds of training since the request came to the engine: at most so much it waited for it
+    )
     error_code: str | None = None  # with finish_reason "error": an OpenAI code such as context_length_exceeded
     error_message: str | None = None
     error_param: str | None = None
@@ -224,6 +227,7 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     train_tokens_per_s: float = 0.0
     train_eta_s: float | None = None
     train_yielded_s_total: float = 0.0  # time a started update stood still for inference
+    train_device_s_total: float = 0.0  # seconds that training slices took
     kept_layers_dropped_total: int = 0
     kv_resizes_total: int = 0
     adapters: list[str] = []  # names with a current version

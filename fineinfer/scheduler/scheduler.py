@@ -72,6 +72,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. It has been checked to fit the pool's maximum."""
+        sequence.trained_before_s = self._latency.trained_s
         self.waiting.append(sequence)
 
     def is_idle(self) -> bool:
@@ -189,6 +190,10 @@ class Scheduler:
         """Record that a chunk's step is on its way to the device; the next plan builds on it."""
         chunk.sequence.num_computed = chunk.start + chunk.length
         chunk.sequence.num_in_flight += chunk.samples
+
+    def training_s(self, sequence: Sequence) -> float:
+        """Seconds of training since a request was queued."""
+        return self._latency.trained_s - sequence.trained_before_s
 
     def commit(self, chunk: Chunk, token_id: int | None, now_s: float | None = None) -> None:
         """Record that a launched chunk ran, which token its last row chose, and when that was known."""

@@ -185,6 +185,9 @@ class Generation:
             "model": self.plan.model,
             "system_fingerprint": None,
         }
+        training_s = max(sequence.times.training_s for sequence in self.sequences)
+        if training_s > 0.0:  # what training beside it can have cost this request
+            head["training_ms"] = round(1e3 * training_s, 3)
         if self.adapter_version is not None:
             head["adapter_version"], head["adapter_step"] = self.adapter_version, self.adapter_step
         return head
@@ -210,6 +213,7 @@ class Generation:
             return None
         if output.adapter_version is not None:
             self.adapter_version, self.adapter_step = output.adapter_version, output.adapter_step
+        sequence.times.training_s = max(sequence.times.training_s, output.training_s)
         if output.token_ids:
             self._metrics.on_token(sequence.times, time.monotonic(), len(output.token_ids), output.queue_s)
         delta = sequence.take(output)

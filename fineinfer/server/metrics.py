@@ -30,6 +30,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_inference_time_seconds": ("Time from the first slice to the last token.", _LATENCY),
     "request_prefill_time_seconds": ("Time from the first slice to the first token.", _LATENCY),
     "request_decode_time_seconds": ("Time from the first token to the last.", _LATENCY),
+    "request_training_time_seconds": ("Training time while a request was open: what it can have cost it.", _LATENCY),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
     "request_params_n": ("The n of a request.", _PARAMS_N),
@@ -45,6 +46,7 @@ class RequestTimes:
     queue_s: float = 0.0
     first_token_s: float | None = None
     last_token_s: float | None = None
+    training_s: float = 0.0
 
 
 class ServerMetrics:
@@ -97,6 +99,7 @@ class ServerMetrics:
             return
         e2e, ttft = times.last_token_s - times.arrival_s, times.first_token_s - times.arrival_s
         observe["e2e_request_latency_seconds"](e2e)
+        observe["request_training_time_seconds"](times.training_s)
         observe["request_inference_time_seconds"](e2e - times.queue_s)
         observe["request_prefill_time_seconds"](ttft - times.queue_s)
         observe["request_decode_time_seconds"](e2e - ttft)
@@ -183,6 +186,7 @@ def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
         ("num_preemptions", "Requests preempted.", stats.num_preemptions_total),
         ("train_tokens", "Tokens trained.", stats.train_tokens_total),
+        ("train_device_seconds", "Time that training slices took.", stats.train_device_s_total),
         ("train_preempted_seconds", "Time a started update stood still for requests.", stats.train_yielded_s_total),
         ("train_kept_layers_dropped", "Layer graphs dropped to give memory back.", stats.kept_layers_dropped_total),
         ("kv_resizes", "Changes of the KV pool's size.", stats.kv_resizes_total),

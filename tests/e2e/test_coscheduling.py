@@ -110,6 +110,10 @@ def test_slo_trains_under_constant_load(tiny_model, tmp_path, capsys):
         with live_server(tmp_path / policy, str(tiny_model), *flags) as server:
             start_training(server, save_steps=100_000)
             trained[policy] = trained_under_load(server, 4.0)
+            told = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 60}).json()
+            if policy == "slo":  # what training can have cost a request is told to it, and counted
+                assert 0 < told["training_ms"] < 60_000
+                assert server.metric("request_training_time_seconds_sum") > 0
     with capsys.disabled():
         print(f"\ntokens trained in 4 s of constant load: {trained}")
     assert trained["slo"] > 3 * trained["inference-first"] and trained["slo"] > 0
