@@ -65,6 +65,9 @@ class MemoryConfig:
     kv_cache_memory_bytes: int | None = _setting(
         None, size, "SIZE", "Size of the KV pool; default: what the budget leaves."
     )
+    no_enable_prefix_caching: bool = _setting(
+        False, switch, "", "Do not keep the KV of finished requests for later ones."
+    )
     max_loras: int = _setting(8, whole(1, 1024), "N", "Adapters in memory at once.")
     max_lora_rank: int = _setting(64, whole(1, 512), "N", "Largest adapter rank that can be served.")
 

@@ -23,6 +23,7 @@ class AddRequest(_Message, kw_only=True, frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     adapter: str | None = None
+    cache_salt: str | None = None  # prefixes are shared only with requests of the same salt
     arrival_s: float  # time.monotonic() of the api worker; one clock for all processes of a machine
 
 
@@ -165,9 +166,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter_version: str | None = None
     adapter_step: int | None = None
     queue_s: float | None = None  # with the first token: seconds between arrival and first prefill slice
-    training_s: float = (
-        0.0  # seconds of training since the request came to the engine: at most so much it waited for it
-    )
+    cached_tokens: int = 0  # with the first token: prompt tokens that the prefix cache had
+    training_s: float = 0.0  # seconds of training since the request was queued: at most so much it waited for it
     error_code: str | None = None  # with finish_reason "error": an OpenAI code such as context_length_exceeded
     error_message: str | None = None
     error_param: str | None = None
@@ -227,6 +227,9 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     train_tokens_per_s: float = 0.0
     train_eta_s: float | None = None
     train_yielded_s_total: float = 0.0  # time a started update stood still for inference
+    kv_slots_cached: int = 0  # slots that only the prefix cache holds; not among those used
+    prefix_queries_total: int = 0  # tokens looked up in it
+    prefix_hits_total: int = 0  # and found
     train_device_s_total: float = 0.0  # seconds that training slices took
     kept_layers_dropped_total: int = 0
     kv_resizes_total: int = 0

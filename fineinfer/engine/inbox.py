@@ -112,6 +112,7 @@ class RequestDesk:
             arrival_s=message.arrival_s,
             seed=secrets.randbits(63) if message.sampling.seed is None else message.sampling.seed,
             adapter_name=message.adapter,
+            cache_salt=message.cache_salt,
         )
 
     def _resolve(self, sequence: Sequence) -> None:

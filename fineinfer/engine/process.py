@@ -125,6 +125,8 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         limits.max_num_seqs,
         min(max_model_len, plan.kv_slots_max),
         pool=KVPool(kv_spec, plan.kv_slots_max, device),
+        # the base of dynamic RoPE depends on the whole prompt, so its keys serve no other prompt
+        keep_prefixes=not settings.no_enable_prefix_caching and not model.decoder.rope.needs_lengths,
     )
     base = Base(model, adapters, max_model_len, device, parts)
     return wire(settings, token, base, kv_cache, plan)

@@ -39,4 +39,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    no_enable_prefix_caching: bool = False
     engine_address: str

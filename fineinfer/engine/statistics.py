@@ -43,13 +43,17 @@ class StatisticsSource:
             adapters: Names with a current version.
             num_unslotted: Requests that wait for an adapter slot.
         """
+        num_cached = self.kv_cache.num_cached
         progress, trainer = training.last_progress, training.trainer
         return EngineStats(
             boot_id=self.boot_id,
             time_s=now_s(),
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting) + num_unslotted,
-            kv_slots_used=self.kv_cache.num_used,
+            kv_slots_used=self.kv_cache.num_used - num_cached,
+            kv_slots_cached=num_cached,
+            prefix_queries_total=self.scheduler.num_prefix_queries,
+            prefix_hits_total=self.scheduler.num_prefix_hits,
             kv_slots_now=self.kv_cache.num_slots,
             kv_slots_max=self.kv_cache.max_slots,
             prompt_tokens_total=self.counters.prompt_tokens,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fineinfer.memory.prefix_cache import PrefixCache, Tokens
 from fineinfer.memory.request_table import RequestTable
 from fineinfer.memory.slot_allocator import IntegrityError, SlotAllocator, SlotIds, Slots
 
@@ -25,13 +27,21 @@ class KVCache:
         max_len: Most slots of one row.
         max_slots: Most slots the cache can ever have; None means the pool's maximum, or ``num_slots`` without a pool.
         pool: The tensors; None keeps counts only.
+        keep_prefixes: Keep the slots of closed rows for later ones that begin alike, as long as nobody needs them.
 
     Attributes:
         epoch: Rises with every move of live slots; slot ids read at an earlier epoch are stale.
     """
 
     def __init__(
-        self, num_slots: int, max_rows: int, max_len: int, max_slots: int | None = None, pool: KVPool | None = None
+        self,
+        num_slots: int,
+        max_rows: int,
+        max_len: int,
+        max_slots: int | None = None,
+        pool: KVPool | None = None,
+        *,
+        keep_prefixes: bool = False,
     ) -> None:
         if pool is not None:
             max_slots = pool.max_slots if max_slots is None else min(max_slots, pool.max_slots)
@@ -40,6 +50,7 @@ class KVCache:
         self.allocator = SlotAllocator(self.max_slots, num_slots)
         self.table = RequestTable(max_rows, max_len)
         self.pool = pool
+        self.prefixes = PrefixCache(self.allocator) if keep_prefixes else None
         self.epoch = 0
         self._run_starts: list[int | None] = [None] * max_rows  # first slot of a row that is one run, else None
         self._expected: list[int] = [0] * max_rows  # length a row was opened for: prompt + room
@@ -58,6 +69,13 @@ class KVCache:
     def num_used(self) -> int:
         """Live slots; a shared slot counts once."""
         return self.allocator.num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Slots that only the prefix cache holds."""
+        if self.prefixes is None:
+            return 0
+        return int(np.count_nonzero(self.allocator.references(self.prefixes.slots()) == 1))
 
     @property
     def num_free_rows(self) -> int:
@@ -87,9 +105,34 @@ class KVCache:
         self._append(row, 0, prompt_len)
         return row
 
+    def open_row_from(self, key: Hashable, tokens: Tokens, room: int = 0) -> tuple[int, int] | None:
+        """Open a row that begins with the slots of the longest kept prefix of ``tokens``, and claim room behind it.
+
+        Args:
+            key: Whose prefixes: (adapter version, salt).
+            tokens: [n] int32; the last one is never taken from the cache, as its logits are needed.
+            room: Slots softly claimed.
+
+        Returns:
+            The row and how many tokens of it are there already; None (and no change) if no row is free.
+        """
+        found = None if self.prefixes is None else self.prefixes.match(key, tokens[:-1])
+        if found is None or len(found) == 0:
+            row = self.open_row(0, room)
+            return None if row is None else (row, 0)
+        row = self.table.open()
+        if row is None:
+            return None
+        self.allocator.share(found)
+        self.table.slots[row, : len(found)] = found
+        self.table.lengths[row] = len(found)
+        self._expected[row] = min(room, self.table.max_len)
+        self._find_run(row)
+        return row, len(found)
+
     def can_append(self, row: int, n: int) -> bool:
         """Whether ``append(row, n)`` would succeed now."""
-        return 0 <= n <= self.num_free and self.table.length(row) + n <= self.table.max_len
+        return 0 <= n <= self.num_free + self.num_cached and self.table.length(row) + n <= self.table.max_len
 
     def append(self, row: int, n: int) -> bool:
         """Give the row n more slots, next to its last one if possible; all of them, or False and no change.
@@ -111,10 +154,16 @@ class KVCache:
                 self.table.slots[row, length] = slot
                 self.table.lengths[row] = length + 1
                 return True
-        if n > self.allocator.num_free:
+        if not self._make_free(n):
             return False
         self._append(row, length, n)
         return True
+
+    def _make_free(self, n: int) -> bool:
+        """Whether n slots are free, if need be after giving up prefixes that nobody uses."""
+        if n > self.num_free and self.prefixes is not None:
+            self.prefixes.evict(n - self.num_free)
+        return n <= self.num_free
 
     def fork_row(self, row: int, length: int) -> int | None:
         """Open a row that shares the first ``length`` slots of another; None if no row is free.
@@ -134,11 +183,19 @@ class KVCache:
             self._find_run(fork)
         return fork
 
-    def close_row(self, row: int) -> None:
-        """Release a row, its slots and its claim; closing a closed row does nothing."""
+    def close_row(self, row: int, key: Hashable = None, tokens: Tokens | None = None) -> None:
+        """Release a row, its slots and its claim; closing a closed row does nothing.
+
+        Args:
+            row: Which.
+            key: As for ``open_row_from``.
+            tokens: [n] int32: the row's first n tokens, whose keys and values later rows may use; None keeps none.
+        """
         length = self.table.lengths[row]
         if length is None:
             return
+        if tokens is not None and self.prefixes is not None:
+            self.prefixes.insert(key, tokens, self.table.slots[row, : len(tokens)])
         self._drop_claim(row, length)
         self.allocator.free(self.table.slots[row, :length])
         self._run_starts[row] = None
@@ -182,6 +239,8 @@ class KVCache:
         Returns:
             The number of slots there are now.
         """
+        if self.prefixes is not None and self.num_used > n:  # the first to give memory back
+            self.prefixes.evict(self.num_used - n)
         line = max(n, self.num_used)
         if line >= self.num_slots or not (self.pool is None or self.pool.elastic):
             return self.num_slots
@@ -215,6 +274,8 @@ class KVCache:
             is_run = bool(len(slots)) and bool((np.diff(slots) == 1).all())
             if (start is not None) != is_run or (is_run and start != slots[0]):
                 raise IntegrityError(f"row {row} has slots {slots.tolist()} but run {self.run(row)}")
+        if self.prefixes is not None:
+            np.add.at(references, self.prefixes.slots(), 1)
         if not np.array_equal(references, self.allocator.references(range(self.max_slots))):
             raise IntegrityError("references do not match the rows")
         if self.allocator.stranded().size:
@@ -284,6 +345,8 @@ class KVCache:
         """Replace every mention of a source slot, in all rows that share it."""
         new_slot = np.arange(self.max_slots, dtype=np.int32)
         new_slot[source] = target
+        if self.prefixes is not None:
+            self.prefixes.rename(new_slot)
         for row in self.table.open_rows():
             slots = self.slots(row)
             renamed = new_slot[slots]

@@ -187,6 +187,9 @@ class DeviceRunner:
         started_s = time.perf_counter()
         with torch.inference_mode():
             self._follow_moves()
+            for chunk in chunks:
+                if 0 < chunk.start == chunk.sequence.num_cached:
+                    self._enter_prefix(chunk)
             batch = lay_out(chunks, self._kv)
             begin = self._event()
             key = self._captured_key(batch)
@@ -362,6 +365,18 @@ class DeviceRunner:
         fields[TABLE_ROWS], fields[ROPE_LENGTHS] = self._sink_row, 1
         count = self._num_sample_rows(key)
         return fields, np.full(count, -1, dtype=np.int32) if key.mixed else np.arange(count, dtype=np.int32)
+
+    def _enter_prefix(self, chunk: Chunk) -> None:
+        """Copy what the prefix cache gave a row into the tables, at its first chunk."""
+        row = chunk.sequence.row
+        if row is None:
+            return
+        slots = self._kv.slots(row)[: chunk.start]
+        tokens = np.array(chunk.sequence.tokens(0, chunk.start), dtype=np.int32)
+        both = torch.from_numpy(np.stack((slots, tokens)))
+        if self._device.type == "cuda":
+            both = both.pin_memory()
+        self._tables[:, row, : chunk.start].copy_(both, non_blocking=True)
 
     def _follow_moves(self) -> None:
         """Copy the table of open rows again after live slots have moved."""

@@ -21,11 +21,13 @@ class Sequence:
         arrival_s: ``time.monotonic()`` at the api worker.
         adapter_version: Content hash of the adapter version it keeps until its end; None for the base model.
         adapter_step: Training step of that version.
+        cache_salt: Prefixes are shared only with requests of the same salt.
         adapter_slot: The adapter's slot, pinned while the request lives; None for the base model.
         output: Generated token ids.
         row: Request table row while it holds KV; None while waiting.
         num_computed: Tokens whose K and V are in the pool once every launched step has run.
         num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
+        num_cached: Of these, tokens that the prefix cache had when it was admitted last.
         num_preemptions: Times its KV was given up and must be recomputed.
         first_scheduled_s: When its first slice was planned.
         first_token_s: When its first token was committed.
@@ -46,9 +48,11 @@ class Sequence:
     adapter_version: str | None = None
     adapter_step: int | None = None
     adapter_slot: int | None = None
+    cache_salt: str | None = None
     output: list[int] = field(default_factory=list)
     row: int | None = None
     num_computed: int = 0
+    num_cached: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None

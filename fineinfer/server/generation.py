@@ -48,6 +48,7 @@ class GenerationPlan:
         prompts: Token ids of each prompt, already checked against the engine's limits.
         continues_text: The output continues the prompt's text (completions), so its first space counts.
         discard_output: Only the prompt is of interest (``max_tokens=0`` with ``echo``).
+        cache_salt: Its prefixes are shared only with requests of the same salt.
     """
 
     response_id: str
@@ -58,6 +59,7 @@ class GenerationPlan:
     options: OutputOptions
     continues_text: bool = False
     discard_output: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass
@@ -136,6 +138,7 @@ class Generation:
                 prompt_token_ids=sequence.prompt,
                 sampling=self._sampling(sequence.index % self.plan.options.n),
                 adapter=self.plan.adapter,
+                cache_salt=self.plan.cache_salt,
                 arrival_s=sequence.times.arrival_s,
             )
             self._engine.submit(request, self._inbox)
@@ -173,7 +176,9 @@ class Generation:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(s.cached_tokens for s in self.sequences[:: self.plan.options.n])
+            },
         }
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -213,6 +218,7 @@ class Generation:
             return None
         if output.adapter_version is not None:
             self.adapter_version, self.adapter_step = output.adapter_version, output.adapter_step
+        sequence.cached_tokens = max(sequence.cached_tokens, output.cached_tokens)
         sequence.times.training_s = max(sequence.times.training_s, output.training_s)
         if output.token_ids:
             self._metrics.on_token(sequence.times, time.monotonic(), len(output.token_ids), output.queue_s)
@@ -241,7 +247,7 @@ class SequenceState:
         options = plan.options
         self.index, self.prompt = index, prompt
         self.times = RequestTimes(arrival_s=time.monotonic())
-        self.num_tokens = 0
+        self.num_tokens = self.cached_tokens = 0
         self.finish_reason: str | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._plan = plan

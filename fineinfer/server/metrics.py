@@ -168,6 +168,7 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float | None]]:
             kv_usage,
         ),
         ("kv_slots_used", "Token slots in use.", stats.kv_slots_used),
+        ("kv_slots_cached", "Token slots that only the prefix cache holds.", stats.kv_slots_cached),
         ("kv_slots_now", "Token slots of the pool now.", stats.kv_slots_now),
         ("kv_slots_max", "Token slots the pool can grow to.", stats.kv_slots_max),
         ("num_adapters", "Adapter names that can be served.", len(stats.adapters)),
@@ -184,6 +185,8 @@ def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
     return [
         ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens_total),
         ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries_total),
+        ("prefix_cache_hits", "Prompt tokens that it had.", stats.prefix_hits_total),
         ("num_preemptions", "Requests preempted.", stats.num_preemptions_total),
         ("train_tokens", "Tokens trained.", stats.train_tokens_total),
         ("train_device_seconds", "Time that training slices took.", stats.train_device_s_total),

@@ -55,7 +55,10 @@ async def _plan(request: Request, body: ChatRequest, using: Services) -> Generat
         request, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs
     )
     check_prompts([prompt], info, max_tokens)
-    return GenerationPlan(f"chatcmpl-{uuid.uuid4().hex}", body.model, model.adapter, [prompt], sampling, options)
+    return GenerationPlan(
+        f"chatcmpl-{uuid.uuid4().hex}", body.model, model.adapter, [prompt], sampling, options,
+        cache_salt=body.cache_salt,
+    )  # fmt: skip
 
 
 async def _whole(generation: Generation, using: Services) -> dict[str, Any]:

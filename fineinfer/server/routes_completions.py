@@ -73,7 +73,7 @@ async def _plan(request: Request, body: CompletionRequest, using: Services) -> G
         sampling.check(info.vocab_size)
     return GenerationPlan(
         f"cmpl-{uuid.uuid4().hex}", body.model, model.adapter, prompts, sampling, options,
-        continues_text=True, discard_output=only_prompt,
+        continues_text=True, discard_output=only_prompt, cache_salt=body.cache_salt,
     )  # fmt: skip
 
 

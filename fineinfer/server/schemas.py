@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -68,6 +68,7 @@ class _Sampled(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     # known, not implemented
     response_format: Any = None
     structured_outputs: Any = None

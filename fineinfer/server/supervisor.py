@@ -205,6 +205,7 @@ class Supervisor:
             memory_budget=memory.memory_budget,
             kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
             gpu_memory_utilization=memory.gpu_memory_utilization,
+            no_enable_prefix_caching=memory.no_enable_prefix_caching,
             max_loras=memory.max_loras,
             max_lora_rank=memory.max_lora_rank,
             policy=scheduler.policy,

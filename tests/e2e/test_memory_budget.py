@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,3 +40,21 @@ def test_the_budget_changes_while_requests_are_served(tiny_model, tmp_path):
         bad = subprocess.run([*command, "--budget", "much"], capture_output=True, text=True)
         assert bad.returncode == 1 and "size" in bad.stderr
         assert answer() == want
+
+
+def test_a_conversation_is_not_computed_again(tiny_model, tmp_path):
+    with live_server(tmp_path, str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32") as server:
+        messages = [{"role": "user", "content": "Tell me of the quick brown fox and of the lazy dog."}]
+        ask = {"model": "tiny", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        first = server.http.post("/v1/chat/completions", json=ask | {"messages": messages}).json()
+        again = server.http.post("/v1/chat/completions", json=ask | {"messages": messages}).json()
+        assert first["choices"][0]["message"] == again["choices"][0]["message"]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, again)]
+        assert cached == [0, first["usage"]["prompt_tokens"] - 1]
+        other = server.http.post("/v1/chat/completions", json=ask | {"messages": messages, "cache_salt": "b"}).json()
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert other["choices"][0]["message"] == first["choices"][0]["message"]
+        time.sleep(1.5)  # the engine sends its numbers every second
+        assert server.metric("prefix_cache_hits_total") == cached[1]
+        bad = server.http.post("/v1/chat/completions", json=ask | {"messages": messages, "cache_salt": ""})
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "cache_salt"

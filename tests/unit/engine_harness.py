@@ -48,12 +48,19 @@ class Harness:
     def send(self, message: object) -> None:
         self._socket.send_multipart([TOKEN, self._codec.encode(message)])
 
-    def add(self, name: str, prompt: list[int], adapter: str | None = None, **params: object) -> None:
+    def add(
+        self, name: str, prompt: list[int], adapter: str | None = None, salt: str | None = None, **params: object
+    ) -> None:
         sampling = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | params))
         self.outputs[name] = []
         self.send(
             AddRequest(
-                request_id=name, prompt_token_ids=prompt, sampling=sampling, adapter=adapter, arrival_s=time.monotonic()
+                request_id=name,
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                adapter=adapter,
+                cache_salt=salt,
+                arrival_s=time.monotonic(),
             )
         )
 
@@ -74,7 +81,7 @@ class Harness:
             assert sum(item.finish_reason is not None for item in items) == 1, f"{name} has not one terminal message"
         kv = self.parts.ladder._kv
         kv.check_integrity()
-        assert kv.num_used == 0 and self.parts.adapters.num_pinned() == 0 and not self.parts.desk.open
+        assert kv.num_used == kv.num_cached and self.parts.adapters.num_pinned() == 0 and not self.parts.desk.open
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs[name] for token in output.token_ids]

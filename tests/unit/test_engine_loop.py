@@ -112,6 +112,35 @@ def test_a_smaller_budget_is_followed_and_a_larger_one_is_grown_into(make):
     assert kv.num_slots == 2000
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch, backend):
+    monkeypatch.setattr(attention_decode, "TARGET_ITEMS", 4)
+    harness = make(attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=64)
+    prompt = PROMPTS["r3"]
+    publish(harness, "a", tmp_path / "one", 1)
+
+    def ask(name: str, prompt: list[int], **how: object) -> tuple[list[int], int]:
+        harness.outputs.clear()
+        harness.add(name, prompt, max_tokens=12, **how)
+        harness.run()
+        return harness.tokens(name), harness.outputs[name][0].cached_tokens
+
+    want, cached = ask("first", prompt)
+    assert cached == 0
+    assert ask("again", prompt) == (want, len(prompt) - 1)
+    # its answer is known as well, up to the last token, which was never computed
+    longer, cached = ask("turn 2", [*prompt, *want, 7])
+    assert cached == len(prompt) + len(want) - 1
+    # neither another adapter nor another salt shares it, and log-probabilities need every row
+    assert ask("adapted", prompt, adapter="a")[1] == 0
+    assert ask("salted", prompt, salt="tenant") == (want, 0)
+    assert ask("logprobs", prompt, prompt_logprobs=0) == (want, 0)
+    off = make(attention_backend=backend, no_enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=64)
+    off.add("turn 2", [*prompt, *want, 7], max_tokens=12)
+    off.run()
+    assert off.tokens("turn 2") == longer and off.parts.ladder._kv.num_used == 0
+
+
 def test_more_adapters_than_slots_wait_their_turn(make, tmp_path):
     want = {}
     for seed, name in enumerate(("a", "b", "c"), start=1):

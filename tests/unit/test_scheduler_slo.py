@@ -92,7 +92,7 @@ def test_targets_are_kept_and_the_rest_is_trained() -> None:
     assert busy.share > 0.4
     quiet = simulate(4, 60, tpot_s=20e-3, ttft_s=0.1)
     assert quiet.p99("tpot") <= 20.4e-3 and quiet.p99("ttft") <= 0.1
-    assert quiet.share > busy.share + 0.1
+    assert quiet.share > busy.share + 0.05
     assert simulate(0, 5, tpot_s=20e-3).share > 0.99
 
 

@@ -1,0 +1,149 @@
+"""The prefix cache: what it finds is what was computed, for the same key only; it never keeps what others need."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.memory.prefix_cache import MIN_EVICTED, PrefixCache
+from fineinfer.memory.slot_allocator import SlotAllocator
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+class TaggedPool:
+    """A pool whose slots remember what was written: the key and all tokens up to theirs."""
+
+    elastic = True
+
+    def __init__(self, max_slots: int) -> None:
+        self.max_slots, self.num_slots = max_slots, 0
+        self.content: dict[int, tuple[object, ...]] = {}
+
+    def resize(self, num_slots: int) -> int:
+        self.content = {slot: tag for slot, tag in self.content.items() if slot < num_slots}
+        self.num_slots = num_slots
+        return num_slots
+
+    def move(self, src, dst) -> None:
+        tags = [self.content[int(slot)] for slot in src]
+        self.content.update({int(slot): tag for slot, tag in zip(dst, tags, strict=True)})
+
+
+def test_match_split_and_insert() -> None:
+    allocator = SlotAllocator(64)
+    cache = PrefixCache(allocator)
+    slots = allocator.alloc(6)
+    cache.insert("k", ids(1, 2, 3, 4, 5, 6), slots)
+    assert cache.match("k", ids(1, 2, 3, 9)).tolist() == slots[:3].tolist()
+    assert cache.match("other", ids(1, 2, 3)).size == 0 and cache.match("k", ids(2)).size == 0
+    more = allocator.alloc(5)
+    cache.insert("k", ids(1, 2, 3, 7, 8), more)  # the first three are known: their slots stay
+    assert cache.match("k", ids(1, 2, 3, 7, 8)).tolist() == [*slots[:3], *more[3:]]
+    assert cache.match("k", ids(1, 2, 3, 4, 5, 6, 7)).tolist() == slots.tolist()
+    assert cache.num_slots == 8 and sorted(cache.slots()) == sorted([*slots, *more[3:]])
+    cache.insert("k", ids(1, 2), slots[:2])
+    cache.insert("k", ids(), slots[:0])
+    assert cache.num_slots == 8
+    assert allocator.references(more).tolist() == [1, 1, 1, 2, 2]
+
+
+def test_the_oldest_end_goes_first_and_what_rows_hold_stays() -> None:
+    allocator = SlotAllocator(4096)
+    cache = PrefixCache(allocator)
+    for start in (0, 1000, 2000):
+        slots = allocator.alloc(200)
+        cache.insert(None, np.arange(start, start + 200, dtype=np.int32), slots)
+        allocator.free(slots)  # only the tree holds them now
+    cache.match(None, np.arange(0, 200, dtype=np.int32))  # the first is the newest again
+    held = cache.match(None, np.arange(1000, 1050, dtype=np.int32))
+    allocator.share(held)
+    assert cache.evict(150) == 150
+    assert cache.match(None, np.arange(2000, 2200, dtype=np.int32)).size == 50  # the oldest, from its end
+    assert cache.evict(10_000) == 50 + 200 + 150
+    assert cache.match(None, np.arange(1000, 1200, dtype=np.int32)).tolist() == held.tolist()
+    assert cache.num_slots == 50 and cache.evict(1) == 0
+    assert MIN_EVICTED > 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_find_only_what_was_computed_for_their_key(seed: int) -> None:
+    """Rows open, grow and close, the pool shrinks and grows: every slot found holds what the row would compute."""
+    rng = random.Random(seed)
+    pool = TaggedPool(600)
+    kv = KVCache(600, 8, 128, pool=pool, keep_prefixes=True)
+    rows: dict[int, tuple[object, list[int]]] = {}
+    shared = [[rng.randrange(3) for _ in range(60)] for _ in range(3)]
+    found = evicted = 0
+
+    def write(row: int, first: int) -> None:
+        key, tokens = rows[row]
+        for position, slot in enumerate(kv.slots(row)[first:], first):
+            pool.content[int(slot)] = (key, *tokens[: position + 1])
+
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.35:
+            key = rng.choice([("a", None), ("b", None), ("a", "salt")])
+            begin = rng.choice(shared)[: rng.randrange(1, 60)]
+            tokens = begin + [rng.randrange(3) for _ in range(rng.randrange(1, 20))]
+            opened = kv.open_row_from(key, np.array(tokens, dtype=np.int32), rng.randrange(40))
+            if opened is None:
+                continue
+            row, matched = opened
+            assert matched < len(tokens)
+            found += matched
+            rows[row] = key, tokens
+            for position, slot in enumerate(kv.slots(row)):
+                assert pool.content[int(slot)] == (key, *tokens[: position + 1]), "a foreign or stale slot"
+            if kv.append(row, len(tokens) - matched):
+                write(row, matched)
+            else:
+                kv.close_row(row)
+                del rows[row]
+        elif action < 0.6 and rows:
+            row = rng.choice(list(rows))
+            length = kv.length(row)
+            if length < 127 and kv.append(row, 1):
+                rows[row][1].append(rng.randrange(3))
+                write(row, length)
+        elif action < 0.85 and rows:
+            row = rng.choice(list(rows))
+            key, tokens = rows.pop(row)
+            keep = rng.random() < 0.9
+            kv.close_row(row, key, np.array(tokens[: kv.length(row)], dtype=np.int32) if keep else None)
+        elif action < 0.95:
+            before = kv.num_cached
+            kv.shrink_to(rng.randrange(100, 600))
+            evicted += before - kv.num_cached
+        else:
+            kv.grow_to(600)
+        kv.check_integrity()
+        for row, (key, tokens) in rows.items():
+            for position, slot in enumerate(kv.slots(row)):
+                assert pool.content[int(slot)] == (key, *tokens[: position + 1])
+    assert found > 0 and evicted > 0
+    for row in list(rows):
+        kv.close_row(row)
+    assert kv.num_used == kv.num_cached
+    kv.prefixes.evict(10_000)
+    assert kv.num_used == 0
+    kv.check_integrity()
+
+
+def test_appending_gives_up_prefixes_that_nobody_uses() -> None:
+    kv = KVCache(100, 4, 100, keep_prefixes=True)
+    row, _ = kv.open_row_from(None, ids(*range(80)))
+    assert kv.append(row, 80)
+    kv.close_row(row, None, ids(*range(80)))
+    assert kv.num_free == 20 and kv.num_cached == 80
+    row, matched = kv.open_row_from(None, ids(*range(10), 99))
+    assert matched == 10 and kv.can_append(row, 90) and not kv.can_append(row, 91)
+    assert kv.append(row, 90)
+    assert kv.num_cached == 0 and kv.slots(row).size == 100
+    kv.check_integrity()
