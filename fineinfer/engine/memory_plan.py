@@ -86,21 +86,30 @@ def memory_budget(settings: EngineSettings, device: torch.device) -> int:
 
 
 def pick_max_num_seqs(settings: EngineSettings, device: torch.device, left: int, bytes_per_slot: int) -> int:
-    """Most requests at once: as told, else what memory and device can serve.
+    """Most requests at once: as told, else what memory, device and the rows of a forward can serve.
 
     Args:
-        settings: For an explicit number or KV size.
+        settings: For explicit numbers or KV size.
         device: Where requests run.
         left: Bytes that weights and adapters leave.
         bytes_per_slot: K and V of one token over all layers.
+
+    Raises:
+        ValueError: A forward could not hold one row of every request, so prompts might never get one.
     """
+    most_rows = settings.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type]
     if settings.max_num_seqs is not None:
+        if settings.max_num_seqs > most_rows:
+            raise ValueError(
+                f"--max-num-seqs {settings.max_num_seqs} is above the {most_rows} rows of --max-num-batched-tokens: "
+                "every request must find a row in a step"
+            )
         return settings.max_num_seqs
     if device.type == "cpu":
-        return CPU_MAX_NUM_SEQS
+        return min(CPU_MAX_NUM_SEQS, most_rows)
     pool = settings.kv_cache_memory_bytes or int(left * (1 - CUDA_TRAINING_SHARE))
     fitting = pool // bytes_per_slot // MEAN_REQUEST_TOKENS
-    return min(MAX_NUM_SEQS, max(MIN_NUM_SEQS, fitting // MIN_NUM_SEQS * MIN_NUM_SEQS))
+    return min(MAX_NUM_SEQS, most_rows, max(MIN_NUM_SEQS, fitting // MIN_NUM_SEQS * MIN_NUM_SEQS))
 
 
 def measure_workspace(forward: Callable[[], object], device: torch.device) -> int:

@@ -250,7 +250,7 @@ class Scheduler:
             self._latency.estimate("prefill", len(sequence.prompt)),
         )
         tpot_s = (last_s - first_s) / gaps if gaps > 0 else None
-        self._policy.observe_request(first_s - sequence.arrival_s, tpot_s, alone)
+        self._policy.observe_request(first_s - sequence.arrival_s, tpot_s, alone, self.training_s(sequence))
 
     def _close(self, sequence: Sequence, keep: bool = True) -> None:
         """Give up a request's row; with ``keep`` what it has computed stays as long as nobody needs the memory."""

@@ -72,15 +72,18 @@ class SloPolicy:
             return Turn(admit=True, train=True, infer=False)
         return self._infer(load)
 
-    def observe_request(self, ttft_s: float, tpot_s: float | None, load_free: LoadFree) -> None:
-        """Adapt the pace to a finished request.
+    def observe_request(self, ttft_s: float, tpot_s: float | None, load_free: LoadFree, trained_s: float = 0.0) -> None:
+        """Adapt the pace to a finished request; a first token that was late without training's doing says nothing.
 
         Args:
             ttft_s: Its time to first token.
+            trained_s: Seconds of training while it was open.
             tpot_s: Its time per output token; None if it had one token.
             load_free: The latencies without training, for targets that are not given.
         """
-        self._latencies.append((ttft_s / self._ttft_s(load_free), tpot_s and tpot_s / self._tpot_s(load_free.step_s)))
+        target_s = self._ttft_s(load_free)
+        late = ttft_s / target_s if ttft_s - trained_s <= target_s else 0.0
+        self._latencies.append((late, tpot_s and tpot_s / self._tpot_s(load_free.step_s)))
         self._until_look -= 1
         if self._until_look > 0:
             return
@@ -119,7 +122,7 @@ class SloPolicy:
         begin_s, trained_s = self._spent[0]
         if load.now_s <= begin_s:
             return self._targets.train_share_min
-        return (load.trained_s - trained_s) / (load.now_s - begin_s)
+        return min(1.0, (load.trained_s - trained_s) / (load.now_s - begin_s))
 
     def _tpot_s(self, step_s: float) -> float:
         return max(1e-6, UNSET_FACTOR * step_s) if self._targets.tpot_s is None else self._targets.tpot_s

@@ -23,6 +23,7 @@ def engine(embedded_model: Path, tmp_path_factory) -> Iterator[Callable[..., Har
 
     def build(**settings: object) -> Harness:
         own = {"model": str(embedded_model), "load_format": "auto", "device": "cuda", "memory_budget": 8 << 30}
+        own["no_enable_prefix_caching"] = True  # prompts are asked again and again, and have to run each time
         made.append(Harness(tmp_path_factory.mktemp("e"), **(own | {"max_model_len": 1024} | settings)))
         return made[-1]
 

@@ -260,6 +260,12 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
     assert [e and e.token_id for e in prompts[1]] == [e and e.token_id for e in prompts[0]]
 
 
+def test_more_requests_than_rows_of_a_step_are_refused_at_start(make):
+    with pytest.raises(ValueError, match="--max-num-seqs 17 is above the 16 rows"):
+        make(max_num_seqs=17, max_num_batched_tokens=16)
+    assert make(max_num_batched_tokens=16).parts.scheduler._limits.max_num_seqs == 16
+
+
 def test_aborts_and_refusals_leave_nothing(make):
     harness = make(kv_cache_memory_bytes=100 * BYTES_PER_SLOT)
     harness.add("too-long", [5] * 90, max_tokens=20)

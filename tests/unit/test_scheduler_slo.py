@@ -142,5 +142,8 @@ def test_the_pace_falls_while_targets_are_missed_and_recovers() -> None:
         policy.observe_request(0.05, 10e-3, free)
     assert policy.pace == 1.0
     for _ in range(64):
-        policy.observe_request(0.5, None, free)  # late first tokens count as well; these have one token only
+        policy.observe_request(0.5, None, free, trained_s=0.1)  # late, but so they would have been without training
+    assert policy.pace == 1.0
+    for _ in range(64):
+        policy.observe_request(0.5, None, free, trained_s=0.45)  # late by training; these have one token only
     assert policy.pace < 1.0
