@@ -111,7 +111,7 @@ class Scheduler:
             )
         )
         slots_wanted = self._admit(now_s) if turn.admit else 0
-        chunks, preempted = self._fill(now_s) if turn.infer else ([], [])
+        chunks, preempted = self._fill() if turn.infer else ([], [])
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
         stuck = bool(self.waiting) and not chunks and turn.admit and slots_wanted == 0
@@ -158,20 +158,27 @@ class Scheduler:
         self.num_prefix_hits += sequence.num_cached
         return True
 
-    def _fill(self, now_s: float) -> tuple[list[Chunk], list[Sequence]]:
+    def _fill(self) -> tuple[list[Chunk], list[Sequence]]:
         """Decode rows of all, then prefill chunks in order of admission, within the row budget and the pool."""
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.num_uncomputed == 1 else prompts).append(sequence)
         budget = self._limits.max_num_batched_tokens
-        for decoding in (True, False):
-            if not decoding:
-                budget = self._prefill_budget(len(chunks))
-            for sequence in list(self.running):
-                if budget == 0 or sequence.row is None or (sequence.num_uncomputed == 1) != decoding:
+        for group in (decoding, prompts):
+            if group is prompts:
+                budget = self._prefill_budget(len(chunks), prompts)
+            for sequence in group:
+                if budget == 0:
+                    break
+                if sequence.row is None:  # preempted for one of those before it
                     continue
                 if sequence.num_in_flight and sequence.max_output_left <= 0:  # its last token is on the way
                     continue
-                length = min(sequence.num_uncomputed, budget)
+                uncomputed = sequence.num_uncomputed
+                length = min(uncomputed, budget)
                 while sequence.row is not None and not self._kv.append(sequence.row, length):
                     victim = self._pick_victim(planned={chunk.sequence.request_id for chunk in chunks})
                     if victim is None:
@@ -180,16 +187,15 @@ class Scheduler:
                     preempted.append(victim)
                 else:
                     if sequence.row is not None:
-                        samples = length == sequence.num_uncomputed
-                        chunks.append(Chunk(sequence, sequence.num_computed, length, samples))
+                        chunks.append(Chunk(sequence, sequence.num_computed, length, length == uncomputed))
                         budget -= length
         return chunks, preempted
 
-    def _prefill_budget(self, num_decodes: int) -> int:
+    def _prefill_budget(self, num_decodes: int, prompts: list[Sequence]) -> int:
         """Rows left for prompts beside the decode rows of a forward."""
         limit, most = self._limits.max_mixed_tokens, self._limits.max_num_batched_tokens
-        if limit is not None and num_decodes:
-            backlog = sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1)
+        if limit is not None and num_decodes and prompts:
+            backlog = sum(sequence.num_uncomputed for sequence in prompts if sequence.row is not None)
             most = min(most, max(limit, num_decodes + max(MIN_PREFILL_ROWS, backlog // BACKLOG_STEPS)))
         return max(0, most - num_decodes)
 
