@@ -166,7 +166,8 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     model, adapters, device = base.model, base.adapters, base.device
     governor = lease_plan(plan)
     latency, counters = LatencyModel(), Counters()
-    targets = SloTargets(settings.slo_ttft_s, settings.slo_tpot_s, settings.train_share_min, settings.train_share_max)
+    ttft_s, tpot_s = (None if ms is None else ms / 1e3 for ms in (settings.slo_ttft_ms, settings.slo_tpot_ms))
+    targets = SloTargets(ttft_s, tpot_s, settings.train_share_min, settings.train_share_max)
     scheduler = Scheduler(kv_cache, base.runner_parts.limits, make_policy(settings.policy, targets), latency)
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
     runner = make_runner(base.runner_parts, kv_cache)

@@ -32,8 +32,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 64
     policy: str = "deferred"
     deferral_bound_s: float = 1.0
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
     train_share_min: float = 0.05
     train_share_max: float = 1.0
     num_threads: int | None = None

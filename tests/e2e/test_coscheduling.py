@@ -144,4 +144,4 @@ def test_coserved_equals_alone(tiny_model, tmp_path, policy):
         stop.set()
         client.join()
     assert beside == alone
-    assert len(answers) > 3 and set(answers) == {quiet_answer}
+    assert len(answers) > 1 and set(answers) == {quiet_answer}
