@@ -217,7 +217,7 @@ def attention_decode(bench: Bench) -> None:
             table[row, :length] = torch.arange(start, start + length, device="cuda")
         sizes = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         rows = torch.arange(len(lengths), dtype=torch.int32, device="cuda")
-        work = kernel.DecodePlan.allocate(len(lengths), HEADS, HEAD_DIM, None, torch.device("cuda"))
+        work = kernel.DecodePlan.allocate(len(lengths), HEADS, KV_HEADS, HEAD_DIM, None, torch.device("cuda"))
         q = noise(len(lengths), HEADS + 2 * KV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(len(lengths), HEADS, HEAD_DIM, dtype=q.dtype, device="cuda")
         kernel.plan(sizes, work)

@@ -139,7 +139,9 @@ class DeviceRunner:
         self._ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._workspace = make_workspace(max_rows, adapters.stacks, device)
         self._plans = {
-            window: attention_decode.DecodePlan.allocate(table.max_rows, spec.num_heads, spec.head_dim, window, device)
+            window: attention_decode.DecodePlan.allocate(
+                table.max_rows, spec.num_heads, spec.num_kv_heads, spec.head_dim, window, device
+            )
             for window in set(spec.sliding_windows)
         }
         rope = decoder.rope

@@ -121,7 +121,7 @@ def decode(_dtype: torch.dtype, window: int | None = None) -> Case:
 
     @cache
     def plan_on(device: torch.device) -> attention_decode.DecodePlan:
-        return attention_decode.DecodePlan.allocate(batch + 2, HEADS, HEAD_DIM, window, device)
+        return attention_decode.DecodePlan.allocate(batch + 2, HEADS, KV_HEADS, HEAD_DIM, window, device)
 
     def run(qkv: Tensor, kv: Tensor, table: Tensor, rows: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
         plan, q = plan_on(qkv.device), qkv[:, :HEADS]

@@ -114,7 +114,7 @@ def test_a_smaller_budget_is_followed_and_a_larger_one_is_grown_into(make):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch, backend):
-    monkeypatch.setattr(attention_decode, "TARGET_ITEMS", 4)
+    monkeypatch.setattr(attention_decode, "TARGET_PROGRAMS", 8)
     harness = make(attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=64)
     prompt = PROMPTS["r3"]
     publish(harness, "a", tmp_path / "one", 1)
@@ -220,7 +220,7 @@ class RunAgain(StepGraphs):
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, captured):
     """One step in flight, tokens fed on the device, adapters and every sampling parameter at once."""
-    monkeypatch.setattr(attention_decode, "TARGET_ITEMS", 4)  # the interpreter pays for every program
+    monkeypatch.setattr(attention_decode, "TARGET_PROGRAMS", 8)  # the interpreter pays for every program
     asked = {
         "greedy": {"prompt": PROMPTS["r0"]},
         "drawn": {"prompt": PROMPTS["r1"], "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
