@@ -2,9 +2,9 @@
 
 Rows differ in length by orders of magnitude, so work is cut on the device: ``plan`` (once a step, for all layers that
 share a window) chooses one chunk length for the whole batch such that there are about ``TARGET_PROGRAMS`` chunks,
-counted by key/value heads, and lists them. Every program of the attention kernel takes one chunk and one key/value head;
-where a row has several, the one that finishes last puts them together. All sizes are data, so a captured graph serves
-any lengths.
+counted by key/value heads, and lists them. Every program of the attention kernel takes one chunk and one key/value
+head; where a row has several, the one that finishes last puts them together. All sizes are data, so a captured graph
+serves any lengths.
 Source of the split and its log-sum-exp reduction: Flash-Decoding (Dao et al., 2023).
 """
 
