@@ -172,12 +172,12 @@ class DeviceRunner:
         tiles = torch.zeros(1, 4, dtype=torch.int32, device=self._device)  # padding
         lora_tile = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
         with torch.inference_mode():
-            for tile_rows in (SMALL_LORA_TILE, LARGE_LORA_TILE):
+            for adapted, tile_rows in ((False, SMALL_LORA_TILE), (True, SMALL_LORA_TILE), (True, LARGE_LORA_TILE)):
                 num_rows = self._ids.shape[0]
                 while num_rows:  # how long sums are split differs with the number of rows
                     padding, _ = self._padding(GraphKey(num_rows, False, False))
                     fields = self._inputs.upload(padding).view(NUM_FIELDS, -1)
-                    project = self._project(True, fields, lora_tile, tile_rows)
+                    project = self._project(adapted, fields, lora_tile, tile_rows)
                     x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
                     num_rows //= 2
             logits = self._head(x, delta)

@@ -1,0 +1,88 @@
+"""Every kernel that serving launches is compiled for real GPUs, without one: interpreters accept more than compilers.
+
+A child process runs the device runner's own code on CPU tensors, with launches that stop after compilation: kernels are
+compiled with exactly the arguments that serving gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # a block's shared memory, by compute capability
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1024,
+    "num_hidden_layers": 1, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": 2,
+}  # fmt: skip
+CHILD = """
+import json, sys
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+capability, dtype, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+class Device:
+    utils = launcher_cls = None
+    def get_current_target(self): return GPUTarget("cuda", capability, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+
+driver.set_active(Device())
+shared, run = {}, JITFunction.run
+
+def compile_only(self, *args, grid=None, warmup=False, **options):
+    kernel = run(self, *args, grid=grid, warmup=True, **options)
+    name = self.fn.__name__
+    shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
+    return kernel
+
+JITFunction.run = compile_only
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store
+from fineinfer.memory.kv_cache import KVCache
+from fineinfer.memory.kv_pool import KVPool, KVSpec
+from fineinfer.model.loader import load_model
+from fineinfer.runner.device_runner import DeviceRunner
+from fineinfer.runner.step_graphs import GraphKey
+
+if capability >= 90:
+    for module in (activation, attention_decode, attention_prefill, norm, rope_store):
+        module.dependent = lambda: {"PDL": True, "launch_pdl": True}
+model = load_model(folder, dtype=dtype, device="cpu", load_format="dummy", revision=None, seed=0)
+spec, cpu = model.spec, torch.device("cpu")
+adapters = AdapterRegistry(spec, 2, 32, model.decoder.dtype, cpu)
+pool = KVPool(KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, model.decoder.dtype), 256, cpu)
+runner = DeviceRunner(model.decoder, KVCache(256, 16, 256, pool=pool), adapters, 64, cpu)
+runner.warm_up()
+before = dict(shared)
+with torch.inference_mode():
+    for rows, mixed, adapted in ((1, False, False), (16, False, True), (64, True, False), (64, True, True)):
+        key = GraphKey(rows, mixed, adapted)
+        runner._enter_padding(key)
+        runner._captured_step(key)
+print(json.dumps({"shared": shared, "new": sorted(set(shared) - set(before))}))
+"""
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (80, "float16"), (86, "bfloat16")])
+def test_every_kernel_of_serving_compiles(tmp_path: Path, capability: int, dtype: str) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", CHILD, str(capability), dtype, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert len(said["shared"]) >= 18, said
+    assert not said["new"], "a captured step uses kernels that the warm-up does not"
+    too_large = {name: size for name, size in said["shared"].items() if size > MAX_SHARED_BYTES[capability]}
+    assert not too_large
