@@ -13,7 +13,7 @@ from ..unit.engine_harness import Harness, publish
 
 pytestmark = pytest.mark.gpu
 NUM_NEW = 48
-BF16_GAP = 2.0**-6
+MAX_BF16_GAP = 0.25  # of fp32 log-probabilities; 0.16 was seen, and the 2^-6 that was asked for is not met
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_bf16_tokens_differ_only_where_transformers_hesitates(engine, embedded_m
     with capsys.disabled():
         widest = max(gaps, default=0.0)
         print(f"bf16: {len(gaps)} of {len(prompts)} requests leave transformers', widest fp32 gap {widest:.4f}")
-    assert all(gap < 16 * BF16_GAP for gap in gaps)
+    assert all(gap < MAX_BF16_GAP for gap in gaps)
 
 
 def test_batch_make_up_changes_no_token(engine, prompts) -> None:
