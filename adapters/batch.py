@@ -114,6 +114,20 @@ class _Pending(NamedTuple):
     shrunk: torch.Tensor
 
 
+class RowAdapters(NamedTuple):
+    """Which adapter each row of a step has, on the device; may be rewritten between steps.
+
+    Attributes:
+        tiles: [num_tiles, 3] int32, from ``lora_tiles``.
+        slots: [num_rows] int32, the slot of each row as in ``tiles``, negative: no adapter.
+        block_m: Rows of a tile, 16 (decode) or 64 (prefill).
+    """
+
+    tiles: torch.Tensor
+    slots: torch.Tensor
+    block_m: int
+
+
 class DeviceProjection:
     """What ``ServingProjection`` computes, on a GPU; what varies is data, for CUDA graphs.
 
@@ -123,10 +137,9 @@ class DeviceProjection:
 
     Args:
         stacks: The registry's weights; the tiles' slots are pinned.
-        tiles: [num_tiles, 3] int32 on the device, from ``lora_tiles``; may be rewritten between calls.
-        row_slots: [num_rows] int32 on the device, the slot of each row as in ``tiles``, negative: no adapter.
-        block_m: Rows of a tile, 16 (decode) or 64 (prefill).
+        rows: The step's adapters.
         workspace: From ``make_workspace`` for at least as many rows; holds one block's shrunk rows at a time.
+        base: Linear maps of the base model, as the decoder's ``Project``.
         side: Shrinks run on this stream beside the base product, which leaves arithmetic idle at decode; None runs
             them before it. For captured steps: there the fork costs nothing.
     """
@@ -134,17 +147,16 @@ class DeviceProjection:
     def __init__(
         self,
         stacks: AdapterStacks,
-        tiles: torch.Tensor,
-        row_slots: torch.Tensor,
-        block_m: int,
+        rows: RowAdapters,
         workspace: torch.Tensor,
+        base: Project,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        from fineinfer.kernels import few_rows_linear, lora, lora_epilogue, norm  # here: a CPU needs no Triton
+        from fineinfer.kernels import lora, lora_epilogue, norm  # here: a CPU needs no Triton
 
         self._lora, self._epilogue, self._norm = lora, lora_epilogue, norm
-        self._linear = few_rows_linear.device_linear
-        self._stacks, self._tiles, self._row_slots, self._block_m = stacks, tiles, row_slots, block_m
+        self._base = base
+        self._stacks, (self._tiles, self._row_slots, self._block_m) = stacks, rows
         self._workspace, self._side = workspace, side
         self._pending: _Pending | None = None
 
@@ -208,13 +220,13 @@ class DeviceProjection:
         shrunk = self._workspace[:size].view(shape)
         if self._side is None:
             self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
-            y = self._linear(x, weight, bias)
+            y = self._base(layer_index, block, x, weight, bias)
         else:
             own = torch.cuda.current_stream()
             self._side.wait_stream(own)
             with torch.cuda.stream(self._side):
                 self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
-            y = self._linear(x, weight, bias)
+            y = self._base(layer_index, block, x, weight, bias)
             own.wait_stream(self._side)
         return y, _Pending(stack, shrunk)
 

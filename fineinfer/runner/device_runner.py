@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fineinfer.adapters.batch import DeviceProjection, lora_tiles, make_workspace, max_tiles
+from fineinfer.adapters.batch import DeviceProjection, RowAdapters, lora_tiles, make_workspace, max_tiles
 from fineinfer.adapters.registry import AdapterRegistry
-from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store, token_tables
-from fineinfer.kernels.few_rows_linear import device_linear, few_rows_gated, has_few_rows
+from fineinfer.kernels import attention_decode, attention_prefill, rope_store, token_tables
 from fineinfer.memory.kv_cache import KVCache
-from fineinfer.model.decoder import Decoder, LayerOps, Project
+from fineinfer.model.decoder import Decoder, LayerOps
 from fineinfer.model.rope import Rows
+from fineinfer.runner.base_projection import BaseProjection
 from fineinfer.runner.device_batch import (
     ADAPTERS,
     LENGTHS,
@@ -38,28 +38,8 @@ from fineinfer.runner.step_graphs import GraphKey, Results, StepGraphs
 from fineinfer.scheduler.plan import Chunk
 
 SMALL_LORA_TILE, LARGE_LORA_TILE = 16, 64  # rows; small in captured steps, whose tile count is fixed
+_Projection = BaseProjection | DeviceProjection
 MAX_CAPTURED_SPANS = 64  # prefill spans of one captured step; more run kernel by kernel
-
-
-def _add_norm(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return norm.rms_norm(x, weight, eps) if delta is None else norm.add_rms_norm(x, delta, weight, eps), x
-
-
-def _base_project(
-    _layer: int, _block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return device_linear(x, weight, bias)
-
-
-def _gated(project: Project, layer: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if project is _base_project and has_few_rows(h):
-        return few_rows_gated(h, weight)
-    return activation.silu_and_mul(project(layer, "gate_up", h, weight, None))
-
-
-FUSED_OPS = LayerOps(_add_norm, _gated)
 
 
 @dataclass(frozen=True)
@@ -127,7 +107,7 @@ class DeviceRunner:
                 f"the Triton kernels serve even head sizes up to {rope_store.MAX_HEAD_DIM}: {spec.head_dim}"
             )
         self._decoder, self._kv, self._pool, self._stacks = decoder, kv_cache, kv_cache.pool, adapters.stacks
-        self._device = device
+        self._device, self._base = device, BaseProjection(decoder)
         self._sink_row = table.max_rows  # padding rows belong to it
         max_rows = max(max_num_batched_tokens, table.max_rows)
         self._tables = torch.zeros(2, table.max_rows + 1, table.max_len, dtype=torch.int32, device=device)
@@ -180,7 +160,7 @@ class DeviceRunner:
                     project = self._project(adapted, fields, lora_tile, tile_rows)
                     x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
                     num_rows //= 2
-            logits = self._head(x, delta)
+            logits = self._base.head(x, delta)
             token_tables.enter_tokens(self._ids[:1], self._ids[:1], fields, self._tables[1])
             self._sampler.warm_up(logits, self._tables[1])
 
@@ -274,7 +254,7 @@ class DeviceRunner:
 
     def _choose(self, x: torch.Tensor, delta: torch.Tensor, sample_rows: torch.Tensor, fields: torch.Tensor) -> Results:
         """Logits of the sampling rows and their greedy tokens, which are entered."""
-        logits = self._head(x, delta)
+        logits = self._base.head(x, delta)
         greedy = self._sampler.greedy(logits)
         token_tables.enter_tokens(greedy[0], sample_rows, fields, self._tables[1])
         return Results(logits, greedy)
@@ -300,7 +280,7 @@ class DeviceRunner:
         return max_tiles(key.num_rows, segments, SMALL_LORA_TILE) if key.adapted else 0
 
     def _layers(
-        self, fields: torch.Tensor, num_decodes: int, tiles: torch.Tensor | None, project: Project
+        self, fields: torch.Tensor, num_decodes: int, tiles: torch.Tensor | None, project: _Projection
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Last residual stream and what the last layer adds to it; K and V of all rows are in the pool afterwards."""
         decoder, num_rows = self._decoder, fields.shape[1]
@@ -328,17 +308,12 @@ class DeviceRunner:
 
         x = decoder.embed(ids)
         delta: torch.Tensor | None = None
-        ops = LayerOps(project.add_norm, project.gated) if isinstance(project, DeviceProjection) else FUSED_OPS
+        ops = LayerOps(project.add_norm, project.gated)
         for layer in range(spec.num_layers):
             x, delta = decoder.layer_parts(layer, x, delta, project, attend, ops)
         if delta is None:
             raise RuntimeError("a model without layers")
-        return x, project.flush(delta) if isinstance(project, DeviceProjection) else delta
-
-    def _head(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] in the model's dtype."""
-        normed, _ = _add_norm(x, delta, self._decoder.norm, self._decoder.spec.rms_norm_eps)
-        return device_linear(normed, self._decoder.head_weight)
+        return x, project.flush(delta)
 
     # ------------------------------------------------------------ inputs
 
@@ -355,10 +330,11 @@ class DeviceRunner:
         tiles: torch.Tensor,
         tile_rows: int,
         side: torch.cuda.Stream | None = None,
-    ) -> Project:
+    ) -> _Projection:
         if not adapted:
-            return _base_project
-        return DeviceProjection(self._stacks, tiles, fields[ADAPTERS], tile_rows, self._workspace, side)
+            return self._base
+        rows = RowAdapters(tiles, fields[ADAPTERS], tile_rows)
+        return DeviceProjection(self._stacks, rows, self._workspace, self._base, side)
 
     def _padding(self, key: GraphKey) -> tuple[np.ndarray, np.ndarray]:
         """Fields of rows that store nothing, see nothing and belong to nobody, and the rows that sample."""

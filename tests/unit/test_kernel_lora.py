@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fineinfer.adapters.batch import (
     AdapterSegment,
     DeviceProjection,
+    RowAdapters,
     ServingProjection,
     lora_tiles,
     make_workspace,
@@ -23,6 +24,7 @@ from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.kernels import lora_epilogue, reference
 from fineinfer.kernels.lora import lora_expand, lora_shrink, shrink_splits, shrunk_elements
+from fineinfer.model.decoder import plain_project
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # against fp64 on the same inputs, values of order 1: fp32 sums of up to 576 products; half types round the shrunk
@@ -328,7 +330,8 @@ class Layers:
             row_slots[start:end] = slot
         tiles = on_device(SEGMENTS, ROWS, self.block_m, self.device)
         workspace = make_workspace(ROWS, self.stacks, self.device).fill_(float("nan"))
-        self.project = DeviceProjection(self.stacks, tiles, row_slots.to(self.device), self.block_m, workspace)
+        rows = RowAdapters(tiles, row_slots.to(self.device), self.block_m)
+        self.project = DeviceProjection(self.stacks, rows, workspace, plain_project)
 
     def draw(self, *size: int, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """The same numbers for the device and, in fp32, for the CPU."""
