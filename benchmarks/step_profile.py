@@ -10,6 +10,7 @@ microseconds a step by kernel and writes benchmarks/results/step_profile.csv.
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import secrets
 import sys
@@ -36,7 +37,8 @@ GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|splitK|few_rows", re.IGNORECASE)
 def add(loop: EngineLoop, name: str, num_prompt: int, num_output: int) -> Sequence:
     """Queue a request that nobody waits for."""
     sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-    sequence = Sequence(name, b"nobody", [7] * num_prompt, sampling, num_prompt + num_output, time.monotonic())
+    prompt = random.Random(name).choices(range(1000), k=num_prompt)  # nothing in common that could be cached
+    sequence = Sequence(name, b"nobody", prompt, sampling, num_prompt + num_output, time.monotonic())
     loop.parts.desk.open[name] = sequence
     loop.parts.scheduler.add(sequence)
     return sequence

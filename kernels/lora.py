@@ -10,6 +10,7 @@ elementwise, ``lora_epilogue`` expands there instead. Source of the shrink/expan
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -170,6 +171,44 @@ def lora_expand(
         num_stages=2,
     )
     return y
+
+
+class RowExpansion(NamedTuple):
+    """Each row's own adapter, for kernels that expand a fused block's base output row by row.
+
+    Attributes:
+        shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
+        b: [num_slots, max_rank, out_features] in the output's dtype; what is past an adapter's rank is not used.
+        scales: [num_slots, num_modules] fp32.
+        ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
+        row_slots: [num_rows] int32, negative for a row without adapter.
+        max_rank: Largest rank.
+    """
+
+    shrunk: torch.Tensor
+    b: torch.Tensor
+    scales: torch.Tensor
+    ranks: torch.Tensor
+    row_slots: torch.Tensor
+    max_rank: int
+
+    def check(self, y: torch.Tensor, num_modules: int) -> None:
+        """Refuse what cannot be expanded onto a base output ``y`` [num_rows, out_features] of so many modules.
+
+        Raises:
+            ValueError: Shapes, dtypes or strides do not fit.
+        """
+        check_modules(self.ranks, num_modules)
+        slots, num_rows = self.row_slots, y.shape[0]
+        if slots.shape != (num_rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
+            raise ValueError(f"row_slots {list(slots.shape)} {slots.dtype} must be contiguous int32 [{num_rows}]")
+        check_expansion(self.shrunk, self.b, self.scales, self.ranks, self.max_rank, y)
+
+
+def check_modules(ranks: torch.Tensor, num_modules: int) -> None:
+    """Raise ValueError unless ``ranks`` is contiguous int32 [slots, num_modules]."""
+    if ranks.shape[1] != num_modules or ranks.dtype != torch.int32 or not ranks.is_contiguous():
+        raise ValueError(f"ranks {list(ranks.shape)} {ranks.dtype} must be contiguous int32 [slots, {num_modules}]")
 
 
 def check_expansion(

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.lora import BLOCK_RANK, BLOCK_ROWS, check_expansion, sum_splits
+from fineinfer.kernels.lora import BLOCK_RANK, BLOCK_ROWS, RowExpansion, check_expansion, check_modules, sum_splits
 from fineinfer.kernels.norm import MAX_HIDDEN
 
 # Each row of the norm reads all of its adapter's B (128 KB at rank 16 of 4096 columns). Above so many rows a separate
@@ -28,12 +28,7 @@ def add_rms_norm_lora(
     delta: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    shrunk: torch.Tensor,
-    b: torch.Tensor,
-    scales: torch.Tensor,
-    ranks: torch.Tensor,
-    row_slots: torch.Tensor,
-    max_rank: int,
+    lora: RowExpansion,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x += delta + scale * (shrunk @ B)`` in place, then the norm of the new ``x``; each row with its own adapter.
@@ -43,12 +38,7 @@ def add_rms_norm_lora(
         delta: As ``x``, the base output of a block of one module; stays as it is.
         weight: [hidden], in ``x``'s dtype.
         eps: Added to the mean square.
-        shrunk: [num_splits, num_rows, max_rank] fp32 of ``lora.lora_shrink``; num_splits a power of two.
-        b: [num_slots, max_rank, hidden] in ``x``'s dtype; what is past an adapter's rank is not used.
-        scales: [num_slots, 1] fp32.
-        ranks: [num_slots, 1] int32, 0 where an adapter lacks the module.
-        row_slots: [num_rows] int32, negative for a row without adapter.
-        max_rank: Largest rank.
+        lora: The rows' adapters.
         out: As ``x``, or None for a new tensor; may be ``delta`` itself, not ``x``.
 
     Returns:
@@ -64,10 +54,7 @@ def add_rms_norm_lora(
         raise ValueError(f"weight {list(weight.shape)} {weight.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if not 0 < hidden <= MAX_HIDDEN:
         raise ValueError(f"hidden is {hidden}, must be 1 to {MAX_HIDDEN}")
-    if row_slots.shape != (num_rows,) or row_slots.dtype != torch.int32 or not row_slots.is_contiguous():
-        raise ValueError(f"row_slots {list(row_slots.shape)} {row_slots.dtype} must be contiguous int32 [{num_rows}]")
-    _check_modules(ranks, 1)
-    check_expansion(shrunk, b, scales, ranks, max_rank, delta)
+    lora.check(delta, 1)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     elif out is x or out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1:
@@ -80,21 +67,21 @@ def add_rms_norm_lora(
         delta,
         weight,
         out,
-        shrunk,
-        b,
-        scales,
-        ranks,
-        row_slots,
+        lora.shrunk,
+        lora.b,
+        lora.scales,
+        lora.ranks,
+        lora.row_slots,
         eps,
         x.stride(0),
         delta.stride(0),
         out.stride(0),
-        num_rows * max_rank,
-        b.stride(0),
-        b.stride(1),
+        num_rows * lora.max_rank,
+        lora.b.stride(0),
+        lora.b.stride(1),
         hidden,
-        max_rank,
-        shrunk.shape[0],
+        lora.max_rank,
+        lora.shrunk.shape[0],
         group,
         block,
         num_warps=num_warps,
@@ -139,7 +126,7 @@ def silu_and_mul_lora(
         raise ValueError(f"gate_up {list(gate_up.shape)} must have an even number of columns")
     if tiles.shape[1] != 3 or tiles.dtype != torch.int32 or not tiles.is_contiguous() or block_m not in BLOCK_ROWS:
         raise ValueError(f"tiles {list(tiles.shape)} {tiles.dtype} must be contiguous int32 [num_tiles, 3] of 16 or 64")
-    _check_modules(ranks, 2)
+    check_modules(ranks, 2)
     check_expansion(shrunk, b, scales, ranks, max_rank, gate_up)
     if out is None:
         out = gate_up.new_empty(num_rows, intermediate)
@@ -172,11 +159,6 @@ def silu_and_mul_lora(
         maxnreg=_MAX_REGISTERS[block_m],
     )
     return out
-
-
-def _check_modules(ranks: torch.Tensor, num_modules: int) -> None:
-    if ranks.shape[1] != num_modules or ranks.dtype != torch.int32 or not ranks.is_contiguous():
-        raise ValueError(f"ranks {list(ranks.shape)} {ranks.dtype} must be contiguous int32 [slots, {num_modules}]")
 
 
 def _row_block(hidden: int, item_bytes: int) -> tuple[int, int, int]:

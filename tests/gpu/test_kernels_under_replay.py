@@ -16,6 +16,7 @@ from fineinfer.kernels import (
     attention_prefill,
     few_rows_linear,
     lora,
+    lora_epilogue,
     norm,
     reference,
     reference_sampling,
@@ -86,14 +87,14 @@ def silu_and_mul(_dtype: torch.dtype) -> Case:
     return Case(lambda g: (randn(g, 7, 3000),), partial(apply, activation), partial(apply, reference))
 
 
-def few_rows(_dtype: torch.dtype) -> Case:
+def few_rows(_dtype: torch.dtype, num_rows: int) -> Case:
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         return few_rows_linear.few_rows_linear(x, weight, bias), few_rows_linear.few_rows_gated(x, weight)
 
     def twin(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         return x @ weight.T + bias, reference.silu_and_mul(x @ weight.T)
 
-    return Case(lambda g: (randn(g, 7, 576), randn(g, 200, 576) / 24, randn(g, 200)), run, twin)
+    return Case(lambda g: (randn(g, num_rows, 576), randn(g, 200, 576) / 24, randn(g, 200)), run, twin)
 
 
 def rope(_dtype: torch.dtype) -> Case:
@@ -235,6 +236,63 @@ def adapters(_dtype: torch.dtype, block_m: int) -> Case:
     return Case(draw, run, twin)
 
 
+def adapters_of_rows(g: Generator, num_rows: int, widths: list[int]) -> tuple[Tensor, ...]:
+    """Shrunk rows in two splits, B, scales, ranks and each row's adapter for a block of modules of these widths."""
+    slots, modules = len(RANKS), len(widths)
+    ranks = torch.tensor(RANKS, dtype=torch.int32)[torch.stack([some(g, slots, slots) for _ in widths], dim=1)]
+    shrunk = randn(g, 2, num_rows, modules * MAX_RANK)
+    b = randn(g, slots, MAX_RANK, sum(widths)) / MAX_RANK**0.5
+    return shrunk, b, randn(g, slots, modules), ranks, whole(g, -1, slots, num_rows)
+
+
+def row_expansion(shrunk: Tensor, b: Tensor, scales: Tensor, ranks: Tensor, row_slots: Tensor) -> lora.RowExpansion:
+    return lora.RowExpansion(shrunk.float(), b, scales.float(), ranks, row_slots, MAX_RANK)
+
+
+def add_adapters(y: Tensor, widths: list[int], adapters: tuple[Tensor, ...]) -> Tensor:
+    """``y`` with each row's adapter added, by its definition."""
+    shrunk, b, scales, ranks, row_slots = adapters
+    for row, slot in enumerate(row_slots.tolist()):
+        for module, width in enumerate(widths if slot >= 0 else []):
+            first, rank, part = sum(widths[:module]), int(ranks[slot, module]), module * MAX_RANK
+            factors = shrunk[:, row, part : part + rank].sum(0)
+            columns = slice(first, first + width)
+            y[row, columns] += scales[slot, module] * (factors @ b[slot, :rank, columns])
+    return y
+
+
+def norm_of_adapters(_dtype: torch.dtype) -> Case:
+    def draw(g: Generator) -> tuple[Tensor, ...]:
+        return randn(g, 7, 576), randn(g, 7, 576), randn(g, 576), *adapters_of_rows(g, 7, [576])
+
+    def run(x: Tensor, delta: Tensor, weight: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        return lora_epilogue.add_rms_norm_lora(x, delta, weight, EPS, row_expansion(*operands)), x
+
+    def twin(x: Tensor, delta: Tensor, weight: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        return reference.add_rms_norm(x, add_adapters(delta, [576], operands), weight, EPS)
+
+    return Case(draw, run, twin)
+
+
+def rope_of_adapters(dtype: torch.dtype) -> Case:
+    plain, widths = rope(dtype), [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+
+    def draw(g: Generator) -> tuple[Tensor, ...]:
+        return *plain.draw(g), *adapters_of_rows(g, 9, widths)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        (qkv, cos, sin, slots, kv, *head_norms), operands = inputs[:-5], inputs[-5:]
+        rope_store.rope_and_store(qkv, cos, sin, slots, kv, HEADS, *head_norms, EPS, row_expansion(*operands))
+        return torch.where(slots[:, None, None] >= 0, qkv, 0.0)[:, :HEADS], kv
+
+    def twin(*inputs: Tensor) -> tuple[Tensor, ...]:
+        qkv = add_adapters(inputs[0].flatten(1), widths, inputs[-5:]).unflatten(1, (-1, HEAD_DIM))
+        queries, kv = plain.twin(qkv, *inputs[1:-5])
+        return queries[:, :HEADS], kv
+
+    return Case(draw, run, twin)
+
+
 def tables(_dtype: torch.dtype) -> Case:
     def draw(g: Generator) -> tuple[Tensor, ...]:
         sample_rows = some(g, 40, 150)
@@ -267,7 +325,8 @@ CASES: list[tuple[Callable[[torch.dtype], Case], tuple[torch.dtype, ...]]] = [
     *((make, ALL) for make in (norms, silu_and_mul, rope, decode, prefill, choices, moves)),
     *((partial(make, window=100), ALL) for make in (decode, prefill)),
     *((partial(adapters, block_m=block_m), ALL) for block_m in lora.BLOCK_ROWS),
-    (few_rows, (torch.float16, torch.bfloat16)),
+    *((make, ALL) for make in (norm_of_adapters, rope_of_adapters)),
+    *((partial(few_rows, num_rows=num_rows), (torch.float16, torch.bfloat16)) for num_rows in (1, 2, 7)),
     (adjustments, FP32),
     (tables, FP32),
 ]

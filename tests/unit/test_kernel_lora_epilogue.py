@@ -1,4 +1,4 @@
-"""LoRA in the norm and in the activation, against the twins after ``reference.lora_grouped``."""
+"""LoRA in the norm, in RoPE and in the activation, against the twins after ``reference.lora_grouped``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from fineinfer.kernels import reference
-from fineinfer.kernels.lora import lora_expand, lora_shrink
+from fineinfer.kernels.lora import RowExpansion, lora_expand, lora_shrink
 from fineinfer.kernels.lora_epilogue import add_rms_norm_lora, silu_and_mul_lora
 from fineinfer.kernels.norm import MAX_HIDDEN, add_rms_norm
+from fineinfer.kernels.rope_store import rope_and_store
 
 EPS = 1e-5
 NAN = float("nan")
 MAX_RANK = 40
-RANKS = [[4, 16], [MAX_RANK, 0], [0, 0], [17, 1], [0, MAX_RANK]]  # by slot, then module
-SCALES = [[2.0, 0.5], [0.25, 0.0], [0.0, 0.0], [-1.5, 0.7], [0.0, 1.0]]
+RANKS = [[4, 16, 7], [MAX_RANK, 0, 16], [0, 0, 0], [17, 1, MAX_RANK], [0, MAX_RANK, 3]]  # by slot, then module
+SCALES = [[2.0, 0.5, 1.0], [0.25, 0.0, -2.0], [0.0, 0.0, 0.0], [-1.5, 0.7, 0.3], [0.0, 1.0, 3.0]]
 # values of order 1 to 10: fp32 sums of up to 40 products; half types round the sum over the parts, the base output with
 # the adapter, the stream and the normed value, each by half a unit in the last place
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
@@ -39,6 +40,7 @@ class Adapters:
     ranks: torch.Tensor
     segments: list[tuple[int, int, int]]  # slot, first row, end row
     row_slots: torch.Tensor
+    widths: list[int]  # columns of each module
 
     @classmethod
     def random(
@@ -65,17 +67,21 @@ class Adapters:
                 rank = RANKS[slot][module]
                 shrunk[:, start:end, first : first + rank] = torch.randn(splits, end - start, rank) / splits**0.5
         scales = torch.tensor(SCALES)[:, :modules].contiguous()
-        return cls(
-            shrunk.to(device), b.to(device, dtype), scales.to(device), ranks.to(device), segments, row_slots.to(device)
-        )
+        tensors = shrunk.to(device), b.to(device, dtype), scales.to(device), ranks.to(device)
+        return cls(*tensors, segments, row_slots.to(device), widths)
+
+    @property
+    def by_row(self) -> RowExpansion:
+        """As kernels that expand row by row take it."""
+        return RowExpansion(self.shrunk, self.b, self.scales, self.ranks, self.row_slots, MAX_RANK)
 
     def added_to(self, y: torch.Tensor) -> torch.Tensor:
         """``y`` with every adapter's part by the twin, in fp32: the summed rows are its input, A the identity."""
         out, eye = y.float().clone(), torch.eye(MAX_RANK, device=y.device).expand(len(RANKS), -1, -1)
         modules = self.ranks.shape[1]
         runs = [(start, end, slot) for slot, start, end in self.segments]
-        for module, columns in enumerate(out.chunk(modules, dim=1)):
-            own_b = self.b.chunk(modules, dim=2)[module].float().nan_to_num().transpose(1, 2)
+        for module, columns in enumerate(out.split(self.widths, dim=1)):
+            own_b = self.b.split(self.widths, dim=2)[module].float().nan_to_num().transpose(1, 2)
             rows = self.shrunk.sum(0).chunk(modules, dim=1)[module].nan_to_num()
             reference.lora_grouped(rows, columns, runs, eye, own_b, self.scales[:, module].tolist())
         return out
@@ -122,9 +128,8 @@ def test_norm(
     normed, summed = reference.add_rms_norm(x.float(), added, weight.float(), EPS)
     tolerance = TOLERANCE[dtype]
     out = torch.full_like(strided(rows, hidden, dtype, kernel_device), NAN)
-    operands = adapters.shrunk, adapters.b, adapters.scales, adapters.ranks, adapters.row_slots, MAX_RANK
     again = x.clone()
-    assert add_rms_norm_lora(x, delta, weight, EPS, *operands, out=out) is out
+    assert add_rms_norm_lora(x, delta, weight, EPS, adapters.by_row, out=out) is out
     torch.testing.assert_close(x.float(), summed, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(out.float(), normed, rtol=tolerance, atol=tolerance)
     assert torch.equal(delta, untouched)
@@ -136,7 +141,7 @@ def test_norm(
     torch.testing.assert_close(out[base], plain[base], rtol=max(1.1 * torch.finfo(dtype).eps, 1e-5), atol=1e-6)
     if segments:
         assert float((out.float() - plain.float()).abs().max()) > 0.01  # the adapters do something
-    assert add_rms_norm_lora(again, delta, weight, EPS, *operands, out=delta) is delta  # onto delta itself
+    assert add_rms_norm_lora(again, delta, weight, EPS, adapters.by_row, out=delta) is delta  # onto delta itself
     assert torch.equal(delta, out) and torch.equal(again, x)
 
 
@@ -151,12 +156,46 @@ def test_norm_rounds_where_a_separate_expansion_does(
     operands = adapters.shrunk, adapters.b, adapters.scales, adapters.ranks
     lora_expand(*operands, adapters.tiles(10, 16), MAX_RANK, 16, (0, 576), expanded)
     expected = add_rms_norm(expected_x, expanded, weight, EPS)
-    got = add_rms_norm_lora(x, delta, weight, EPS, *operands, adapters.row_slots, MAX_RANK)
+    got = add_rms_norm_lora(x, delta, weight, EPS, adapters.by_row)
     if dtype == torch.float32:
         torch.testing.assert_close(x, expected_x, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     else:  # another order of the fp32 sums now and then falls on the other side of a rounding
         assert (x != expected_x).double().mean() < 0.02 and (got != expected).double().mean() < 0.05
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 1, 80), (2, 2, 128), (3, 1, 2), (1, 1, 256)])
+def test_rope(
+    kernel_device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], splits: int, norms: bool
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    all_heads, rows = num_heads + 2 * num_kv_heads, 10
+    widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    adapters = Adapters.random(MIXED, rows, widths, dtype, kernel_device, splits)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=kernel_device).to(dtype)
+
+    qkv, cos, sin = rand(rows, all_heads, head_dim), rand(rows, head_dim), rand(rows, head_dim)
+    slots = torch.randperm(20, device=kernel_device)[:rows]
+    slots[3] = -1  # padding
+    head_norms = (rand(head_dim), rand(head_dim)) if norms else (None, None)
+    pools = [torch.zeros(20, 2, num_kv_heads, head_dim, device=kernel_device, dtype=dtype) for _ in range(3)]
+    plain, expanded = qkv.clone(), adapters.added_to(qkv.flatten(1)).to(dtype).unflatten(1, (-1, head_dim))
+    rope_and_store(qkv, cos, sin, slots, pools[0], num_heads, *head_norms, EPS, adapters.by_row)
+    rope_and_store(expanded, cos, sin, slots, pools[1], num_heads, *head_norms, EPS)
+    rope_and_store(plain, cos, sin, slots, pools[2], num_heads, *head_norms, EPS)
+    tolerance = 3 * TOLERANCE[dtype] if norms else TOLERANCE[dtype]  # small heads blow a rounding up
+    visible = [row for row in range(rows) if row != 3]
+    got, wanted = qkv[visible, :num_heads].float(), expanded[visible, :num_heads].float()
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pools[0].float(), pools[1].float(), rtol=tolerance, atol=tolerance)
+    base = [0, 5, 8]  # rows without adapter, or of one without these modules: nothing is added
+    assert torch.equal(qkv[base, :num_heads], plain[base, :num_heads])
+    assert torch.equal(pools[0][slots[base]], pools[2][slots[base]])
+    assert float((pools[0].float() - pools[2].float()).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(
@@ -213,8 +252,7 @@ def test_activation_after_the_shrink_kernel(kernel_device: torch.device, dtype: 
 def test_no_rows_and_no_tiles(kernel_device: torch.device) -> None:
     adapters = Adapters.random([], 0, [8], torch.float32, kernel_device)
     x, weight = torch.empty(0, 8, device=kernel_device), torch.ones(8, device=kernel_device)
-    operands = adapters.shrunk, adapters.b, adapters.scales, adapters.ranks, adapters.row_slots, MAX_RANK
-    assert add_rms_norm_lora(x, x.clone(), weight, EPS, *operands).shape == (0, 8)
+    assert add_rms_norm_lora(x, x.clone(), weight, EPS, adapters.by_row).shape == (0, 8)
     adapters = Adapters.random([], 2, [8, 8], torch.float32, kernel_device)
     tiles, gate_up = adapters.tiles(0, 16), torch.ones(2, 16, device=kernel_device)
     out = torch.full((2, 8), 7.0, device=kernel_device)
@@ -232,9 +270,10 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
     gate_up, tiles = torch.ones(2, 16, device=kernel_device), two.tiles(2, 16)
 
     def norm(changes: dict[str, torch.Tensor]) -> None:
-        operands = {"x": x, "delta": x.clone(), "weight": weight, "shrunk": one.shrunk, "b": one.b}
-        operands |= {"scales": one.scales, "ranks": one.ranks, "row_slots": one.row_slots}
-        add_rms_norm_lora(eps=EPS, max_rank=MAX_RANK, **{**operands, **changes})
+        own = {name: value for name, value in changes.items() if name in RowExpansion._fields}
+        operands = {"x": x, "delta": x.clone(), "weight": weight, "lora": one.by_row._replace(**own)}
+        others = {name: value for name, value in changes.items() if name not in own}
+        add_rms_norm_lora(eps=EPS, **{**operands, **others})
 
     def activation(changes: dict[str, torch.Tensor], block_m: int = 16) -> None:
         operands = {"gate_up": gate_up, "shrunk": two.shrunk, "b": two.b, "scales": two.scales, "ranks": two.ranks}
