@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,6 @@ from fineinfer.adapters.config import BLOCK_MODULES
 from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks, BlockStack
 from fineinfer.kernels.linear import linear
 from fineinfer.kernels.reference import lora_grouped
-
-if TYPE_CHECKING:
-    from fineinfer.kernels.lora import RowExpansion
 
 Project = Callable[[int, str, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -134,10 +131,9 @@ class RowAdapters(NamedTuple):
 class DeviceProjection:
     """What ``ServingProjection`` computes, on a GPU; what varies is data, for CUDA graphs.
 
-    Each block's rows are shrunk beside the base product. Of few rows none is expanded by a launch of its own: ``gated``
-    expands in the activation, query, key and value are left to RoPE (``take_expansion``), "o" and "down" to the norm
-    that follows (``add_norm``) or, after the last layer, to ``flush``. So ``add_norm`` and ``gated`` belong into the
-    decoder's ``LayerOps``.
+    Each block's rows are shrunk beside the base product. Of few rows only query, key and value are expanded by a launch
+    of its own: ``gated`` expands in the activation, and "o" and "down" are left to the norm that follows (``add_norm``)
+    or, after the last layer, to ``flush``. So ``add_norm`` and ``gated`` belong into the decoder's ``LayerOps``.
 
     Args:
         stacks: The registry's weights; the tiles' slots are pinned.
@@ -167,22 +163,17 @@ class DeviceProjection:
     def __call__(
         self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_rows, in] -> [num_rows, out] of one fused block, maybe without the adapters' part.
+        """[num_rows, in] -> [num_rows, out] of one fused block; of "o" and "down" maybe without the adapters' part.
 
         Raises:
             ValueError: More rows than the workspace has room for, or tensors that do not fit the adapters'.
             RuntimeError: The block before still lacks its adapters' part.
         """
         y, part = self._product(layer_index, block, x, weight, bias)
-        if block != "gate_up" and x.shape[0] <= self._epilogue.MAX_NORM_ROWS:
+        if block in ("o", "down") and x.shape[0] <= self._epilogue.MAX_NORM_ROWS:
             self._pending = part
             return y
         return self._expand(y, part)
-
-    def take_expansion(self) -> RowExpansion | None:
-        """What the last block's output still lacks, for a kernel that adds it; None if it is whole."""
-        part, self._pending = self._pending, None
-        return None if part is None else self._row_expansion(part)
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -199,8 +190,9 @@ class DeviceProjection:
             return self._norm.rms_norm(x, weight, eps), x
         if self._pending is None:
             return self._norm.add_rms_norm(x, delta, weight, eps), x
-        part, self._pending = self._pending, None
-        return self._epilogue.add_rms_norm_lora(x, delta, weight, eps, self._row_expansion(part)), x
+        (stack, shrunk), self._pending = self._pending, None
+        lora = stack.b, stack.scales, stack.ranks, self._row_slots, self._stacks.max_rank
+        return self._epilogue.add_rms_norm_lora(x, delta, weight, eps, self._lora.RowExpansion(shrunk, *lora)), x
 
     def gated(self, _project: Project, layer_index: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up``, [num_rows, intermediate], of rows ``h`` [num_rows, hidden]; raises as a call does."""
@@ -237,10 +229,6 @@ class DeviceProjection:
             y = self._base(layer_index, block, x, weight, bias)
             own.wait_stream(self._side)
         return y, _Pending(stack, shrunk)
-
-    def _row_expansion(self, part: _Pending) -> RowExpansion:
-        stack, max_rank = part.stack, self._stacks.max_rank
-        return self._lora.RowExpansion(part.shrunk, stack.b, stack.scales, stack.ranks, self._row_slots, max_rank)
 
     def _expand(self, y: torch.Tensor, part: _Pending) -> torch.Tensor:
         stack, shrunk = part

@@ -1,9 +1,9 @@
 """``y = x @ weight.T + bias`` for a handful of rows, where reading the weight once is all the work.
 
 Up to ``MAX_ROWS`` rows are padded to one tensor-core tile; each program streams a band of the weight's rows with many
-loads in flight. One or two rows are multiplied without tensor cores by many more programs, each with two or four rows
-of the weight in wide loads: 2.9 instead of 2.7 TB/s over a layer of 8B on an H100. Libraries choose tiles for
-arithmetic and stay below both.
+loads in flight. A single row is multiplied without tensor cores by many more programs, each with two rows of the weight
+in wide loads: 2.9 instead of 2.7 TB/s over a layer of 8B on an H100 (two rows that way: 7.3 instead of 5.9 ms a step).
+Libraries choose tiles for arithmetic and stay below both.
 Not launched ahead as the small kernels are: its early programs, waiting, took the place of working ones (a step of an
 8B model with one row 6.46 instead of 5.97 ms). Asking for the next weights at a kernel's end (bulk prefetch into the L2
 cache) gained nothing.
@@ -19,8 +19,7 @@ import triton.language as tl
 MAX_ROWS = 16  # one tensor-core tile
 _BLOCK_OUT, _BLOCK_IN, _NUM_WARPS, _NUM_STAGES = 32, 256, 4, 4
 _GATED_BLOCK_OUT, _GATED_NUM_WARPS, _GATED_NUM_STAGES = 32, 8, 3  # of gate and of up each
-MAX_WIDE_ROWS = 2  # a program's sums are rows * rows of the weight * _WIDE_BLOCK_IN numbers in registers
-_WIDE_BLOCK_IN = 2048
+_WIDE_BLOCK_OUT, _WIDE_BLOCK_IN, _WIDE_NUM_WARPS = 2, 2048, 4  # one row; gate and up have a row of each
 
 
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,7 +74,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype} by a weight {tuple(weight.shape)} of {weight.dtype}")
     out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
     tensors = x, weight, out if bias is None else bias, out
-    if num_rows > MAX_WIDE_ROWS:
+    if num_rows > 1:
         block_out = _GATED_BLOCK_OUT if gated else _BLOCK_OUT
         _tile_kernel[(triton.cdiv(num_columns, block_out),)](
             *tensors,
@@ -92,7 +91,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
             num_stages=_GATED_NUM_STAGES if gated else _NUM_STAGES,
         )
     elif num_rows:
-        block_out = 2 * num_rows // (2 if gated else 1)
+        block_out = _WIDE_BLOCK_OUT // (2 if gated else 1)
         _wide_kernel[(triton.cdiv(num_columns, block_out),)](
             *tensors,
             num_columns,
@@ -100,10 +99,9 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
             HAS_BIAS=bias is not None,
             GATED=gated,
             EVEN=in_features % _WIDE_BLOCK_IN == 0,
-            NUM_ROWS=num_rows,
             BLOCK_OUT=block_out,
             BLOCK_IN=_WIDE_BLOCK_IN,
-            num_warps=4 * num_rows,
+            num_warps=_WIDE_NUM_WARPS,
         )
     return out
 
@@ -163,37 +161,34 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    row = tl.arange(0, NUM_ROWS)
     column = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inner = tl.arange(0, BLOCK_IN)
     exists = column < num_columns
-    x_at = x + row[:, None] * in_features + inner[None, :]  # [rows, in]
     weight_at = weight + column[:, None].to(tl.int64) * in_features + inner[None, :]  # [out, in]
     up_at = weight_at + num_columns.to(tl.int64) * in_features
-    products = tl.zeros([NUM_ROWS, BLOCK_OUT, BLOCK_IN], tl.float32)
-    up_products = tl.zeros([NUM_ROWS, BLOCK_OUT, BLOCK_IN], tl.float32)
+    products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    up_products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     for start in range(0, in_features, BLOCK_IN):
-        x_mask, weight_mask = inner[None, :] >= 0, exists[:, None]
-        if not EVEN:
-            x_mask = inner[None, :] < in_features - start
-            weight_mask = weight_mask & x_mask
-        rows = tl.load(x_at + start, mask=x_mask, other=0.0).to(tl.float32)[:, None, :]
-        band = tl.load(weight_at + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
-        products += rows * band.to(tl.float32)[None, :, :]
+        mask = exists[:, None]
+        if EVEN:
+            row = tl.load(x + start + inner).to(tl.float32)[None, :]
+        else:
+            row = tl.load(x + start + inner, mask=inner < in_features - start, other=0.0).to(tl.float32)[None, :]
+            mask = mask & (inner < in_features - start)[None, :]
+        band = tl.load(weight_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        products += row * band.to(tl.float32)
         if GATED:
-            up_band = tl.load(up_at + start, mask=weight_mask, other=0.0, eviction_policy="evict_first")
-            up_products += rows * up_band.to(tl.float32)[None, :, :]
-    total = tl.sum(products, axis=2)  # [rows, out]
+            up_band = tl.load(up_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            up_products += row * up_band.to(tl.float32)
+    total = tl.sum(products, axis=1)  # [out]
     if HAS_BIAS:
-        total += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)
     if GATED:
-        total = _gate(total, tl.sum(up_products, axis=2), out.dtype.element_ty)
-    at = out + row[:, None] * num_columns + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=exists[None, :] & (row[:, None] >= 0))
+        total = _gate(total, tl.sum(up_products, axis=1), out.dtype.element_ty)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -37,9 +37,6 @@ class BaseProjection:
             return few_rows_gated(h, weight)
         return activation.silu_and_mul(device_linear(h, weight))
 
-    def take_expansion(self) -> None:
-        """Rows without adapters lack nothing; a projection with adapters leaves its part to a later kernel here."""
-
     def flush(self, delta: torch.Tensor) -> torch.Tensor:
         """What the last layer adds, as it is; a projection with adapters has something to add here."""
         return delta

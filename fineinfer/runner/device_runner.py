@@ -293,9 +293,8 @@ class DeviceRunner:
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             pool, weights, window = self._pool.layer(layer), decoder.weights(layer), spec.sliding_windows[layer]
-            head_norms, expansion = (weights.q_norm, weights.k_norm), project.take_expansion()
             rope_store.rope_and_store(
-                qkv, *rows, fields[SLOTS], pool, spec.num_heads, *head_norms, spec.rms_norm_eps, expansion
+                qkv, *rows, fields[SLOTS], pool, spec.num_heads, weights.q_norm, weights.k_norm, spec.rms_norm_eps
             )
             q = qkv[:, : spec.num_heads]
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -274,25 +274,6 @@ def norm_of_adapters(_dtype: torch.dtype) -> Case:
     return Case(draw, run, twin)
 
 
-def rope_of_adapters(dtype: torch.dtype) -> Case:
-    plain, widths = rope(dtype), [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
-
-    def draw(g: Generator) -> tuple[Tensor, ...]:
-        return *plain.draw(g), *adapters_of_rows(g, 9, widths)
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        (qkv, cos, sin, slots, kv, *head_norms), operands = inputs[:-5], inputs[-5:]
-        rope_store.rope_and_store(qkv, cos, sin, slots, kv, HEADS, *head_norms, EPS, row_expansion(*operands))
-        return torch.where(slots[:, None, None] >= 0, qkv, 0.0)[:, :HEADS], kv
-
-    def twin(*inputs: Tensor) -> tuple[Tensor, ...]:
-        qkv = add_adapters(inputs[0].flatten(1), widths, inputs[-5:]).unflatten(1, (-1, HEAD_DIM))
-        queries, kv = plain.twin(qkv, *inputs[1:-5])
-        return queries[:, :HEADS], kv
-
-    return Case(draw, run, twin)
-
-
 def tables(_dtype: torch.dtype) -> Case:
     def draw(g: Generator) -> tuple[Tensor, ...]:
         sample_rows = some(g, 40, 150)
@@ -325,7 +306,7 @@ CASES: list[tuple[Callable[[torch.dtype], Case], tuple[torch.dtype, ...]]] = [
     *((make, ALL) for make in (norms, silu_and_mul, rope, decode, prefill, choices, moves)),
     *((partial(make, window=100), ALL) for make in (decode, prefill)),
     *((partial(adapters, block_m=block_m), ALL) for block_m in lora.BLOCK_ROWS),
-    *((make, ALL) for make in (norm_of_adapters, rope_of_adapters)),
+    (norm_of_adapters, ALL),
     *((partial(few_rows, num_rows=num_rows), (torch.float16, torch.bfloat16)) for num_rows in (1, 2, 7)),
     (adjustments, FP32),
     (tables, FP32),

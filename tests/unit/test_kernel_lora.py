@@ -364,10 +364,7 @@ def test_a_layer_computes_what_the_serving_projection_and_the_reference_operatio
 
         weight, exact = layers.draw(shape.num_heads * shape.head_dim + 2 * 24, hidden, scale=hidden**-0.5)
         bias, exact_bias = layers.draw(len(weight))
-        qkv = project(layer, "qkv", h, weight, bias)
-        assert (project.take_expansion() is not None) == fused
-        qkv = project.flush(project(layer, "qkv", h, weight, bias))
-        layers.check(qkv, expect(layer, "qkv", h.float().cpu(), exact, exact_bias))
+        layers.check(project(layer, "qkv", h, weight, bias), expect(layer, "qkv", h.float().cpu(), exact, exact_bias))
 
         weight, exact = layers.draw(hidden, hidden, scale=hidden**-0.5)
         delta = project(layer, "o", h, weight, None)

@@ -1,4 +1,4 @@
-"""LoRA in the norm, in RoPE and in the activation, against the twins after ``reference.lora_grouped``."""
+"""LoRA in the norm and in the activation, against the twins after ``reference.lora_grouped``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fineinfer.kernels import reference
 from fineinfer.kernels.lora import RowExpansion, lora_expand, lora_shrink
 from fineinfer.kernels.lora_epilogue import add_rms_norm_lora, silu_and_mul_lora
 from fineinfer.kernels.norm import MAX_HIDDEN, add_rms_norm
-from fineinfer.kernels.rope_store import rope_and_store
 
 EPS = 1e-5
 NAN = float("nan")
@@ -162,40 +161,6 @@ def test_norm_rounds_where_a_separate_expansion_does(
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     else:  # another order of the fp32 sums now and then falls on the other side of a rounding
         assert (x != expected_x).double().mean() < 0.02 and (got != expected).double().mean() < 0.05
-
-
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 1, 80), (2, 2, 128), (3, 1, 2), (1, 1, 256)])
-def test_rope(
-    kernel_device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], splits: int, norms: bool
-) -> None:
-    num_heads, num_kv_heads, head_dim = heads
-    all_heads, rows = num_heads + 2 * num_kv_heads, 10
-    widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-    adapters = Adapters.random(MIXED, rows, widths, dtype, kernel_device, splits)
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=kernel_device).to(dtype)
-
-    qkv, cos, sin = rand(rows, all_heads, head_dim), rand(rows, head_dim), rand(rows, head_dim)
-    slots = torch.randperm(20, device=kernel_device)[:rows]
-    slots[3] = -1  # padding
-    head_norms = (rand(head_dim), rand(head_dim)) if norms else (None, None)
-    pools = [torch.zeros(20, 2, num_kv_heads, head_dim, device=kernel_device, dtype=dtype) for _ in range(3)]
-    plain, expanded = qkv.clone(), adapters.added_to(qkv.flatten(1)).to(dtype).unflatten(1, (-1, head_dim))
-    rope_and_store(qkv, cos, sin, slots, pools[0], num_heads, *head_norms, EPS, adapters.by_row)
-    rope_and_store(expanded, cos, sin, slots, pools[1], num_heads, *head_norms, EPS)
-    rope_and_store(plain, cos, sin, slots, pools[2], num_heads, *head_norms, EPS)
-    tolerance = 3 * TOLERANCE[dtype] if norms else TOLERANCE[dtype]  # small heads blow a rounding up
-    visible = [row for row in range(rows) if row != 3]
-    got, wanted = qkv[visible, :num_heads].float(), expanded[visible, :num_heads].float()
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(pools[0].float(), pools[1].float(), rtol=tolerance, atol=tolerance)
-    base = [0, 5, 8]  # rows without adapter, or of one without these modules: nothing is added
-    assert torch.equal(qkv[base, :num_heads], plain[base, :num_heads])
-    assert torch.equal(pools[0][slots[base]], pools[2][slots[base]])
-    assert float((pools[0].float() - pools[2].float()).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(
