@@ -1,6 +1,6 @@
 """Where the device's time of a decode step and of a prefill goes, kernel by kernel.
 
-    python benchmarks/step_profile.py [--rows 64] [--context 400] [--prompt 2048] -- --device cuda
+    python benchmarks/step_profile.py [--rows 64] [--context 400] [--adapters 8] [--prompt 2048] -- --device cuda
 
 Builds the engine of `fineinfer serve` in this process, on the 8B shape with random weights, and steps its loop under
 torch's profiler: steps that only decode, then one that only prefills. Everything after ``--`` are engine flags. Prints
@@ -24,8 +24,11 @@ from harness import SHAPES, make_shape_folder, versions, write_csv
 from serving import engine_settings, parse_engine_flags
 from torch.profiler import ProfilerActivity, profile
 
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
+from fineinfer.messages import LoraSpec
+from fineinfer.model.loader import read_spec
 from fineinfer.request import SamplingParams
 from fineinfer.scheduler.sequence import Sequence
 
@@ -42,6 +45,14 @@ def add(loop: EngineLoop, name: str, num_prompt: int, num_output: int) -> Sequen
     loop.parts.desk.open[name] = sequence
     loop.parts.scheduler.add(sequence)
     return sequence
+
+
+def fill_adapters(loop: EngineLoop, model: Path, count: int) -> None:
+    """Random adapters of rank 16 of all modules in the first slots."""
+    stacks = loop.parts.adapters.stacks
+    layout = LoraLayout.uniform(read_spec(model)[1], LoraSpec(r=16, lora_alpha=32.0))
+    for slot in range(count):
+        stacks.fill(slot, LoraWeights(layout, torch.randn(layout.num_parameters, device="cuda").mul_(0.02).bfloat16()))
 
 
 def kernel_times(run: Callable[[], None], num_steps: int) -> dict[str, float]:
@@ -72,6 +83,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="decode rows")
     parser.add_argument("--context", type=int, default=400, help="tokens each of them has already")
+    parser.add_argument(
+        "--adapters", type=int, default=0, help="random adapters of rank 16 the decode rows spread over"
+    )
     parser.add_argument("--prompt", type=int, default=2048, help="rows of the prefill")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("serve_flags", nargs="*", help="after --: engine flags of `fineinfer serve`")
@@ -80,11 +94,15 @@ def main() -> int:
         print("error: benchmarks/step_profile.py needs a CUDA device", file=sys.stderr)
         return 1
     flags = ["--load-format", "dummy", "--max-model-len", "4096", *args.serve_flags]
-    config = parse_engine_flags(flags, str(make_shape_folder(shape=args.shape)))
+    model = Path(make_shape_folder(shape=args.shape))
+    config = parse_engine_flags(flags, str(model))
     with tempfile.TemporaryDirectory() as folder:
         loop = build_engine(engine_settings(config, f"ipc://{folder}/engine"), secrets.token_bytes(32))
+        fill_adapters(loop, model, args.adapters)
         for i in range(args.rows):
-            add(loop, f"d{i}", args.context, 4 * DECODE_STEPS)
+            sequence = add(loop, f"d{i}", args.context, 4 * DECODE_STEPS)
+            if args.adapters:
+                sequence.adapter_slot = i * args.adapters // args.rows
         while any(s.num_uncomputed > 1 for s in loop.parts.scheduler.running) or loop.parts.scheduler.waiting:
             loop.step()
 
@@ -98,7 +116,11 @@ def main() -> int:
         decode()
         torch.cuda.synchronize()
         wall_us = 1e6 * (time.perf_counter() - begin) / DECODE_STEPS
-        rows = report(f"decode {args.rows} x {args.context}", kernel_times(decode, DECODE_STEPS), wall_us)
+        rows = report(
+            f"decode {args.rows} x {args.context}{f', {args.adapters} adapters' * bool(args.adapters)}",
+            kernel_times(decode, DECODE_STEPS),
+            wall_us,
+        )
         while not loop.parts.scheduler.is_idle():
             loop.step()
         walls = []
