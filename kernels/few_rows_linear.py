@@ -128,7 +128,7 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     row_exists, column_exists = row < num_rows, column < num_columns
     x_at = x + row[:, None] * in_features + inner[None, :]  # [rows, in]
     weight_at = weight + column[:, None].to(tl.int64) * in_features + inner[None, :]  # [out, in]
-    up_at = weight_at + num_columns.to(tl.int64) * in_features
+    up_at = weight + (column + num_columns)[:, None].to(tl.int64) * in_features + inner[None, :]
     total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for start in range(0, in_features, BLOCK_IN):
@@ -168,7 +168,7 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, BLOCK_IN)
     exists = column < num_columns
     weight_at = weight + column[:, None].to(tl.int64) * in_features + inner[None, :]  # [out, in]
-    up_at = weight_at + num_columns.to(tl.int64) * in_features
+    up_at = weight + (column + num_columns)[:, None].to(tl.int64) * in_features + inner[None, :]
     products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     up_products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     for start in range(0, in_features, BLOCK_IN):
