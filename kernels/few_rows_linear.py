@@ -16,6 +16,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import dependent
+
 MAX_ROWS = 16  # one tensor-core tile
 _BLOCK_OUT, _BLOCK_IN, _NUM_WARPS, _NUM_STAGES = 32, 256, 4, 4
 _GATED_BLOCK_OUT, _GATED_NUM_WARPS, _GATED_NUM_STAGES = 32, 8, 3  # of gate and of up each
@@ -102,6 +104,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
             BLOCK_OUT=block_out,
             BLOCK_IN=_WIDE_BLOCK_IN,
             num_warps=_WIDE_NUM_WARPS,
+            **dependent(),
         )
     return out
 
@@ -163,21 +166,32 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inner = tl.arange(0, BLOCK_IN)
     exists = column < num_columns
     weight_at = weight + column[:, None].to(tl.int64) * in_features + inner[None, :]  # [out, in]
     up_at = weight + (column + num_columns)[:, None].to(tl.int64) * in_features + inner[None, :]
-    products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    up_products = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    for start in range(0, in_features, BLOCK_IN):
+    in_row = inner < in_features
+    mask = exists[:, None] & in_row[None, :]
+    # weights are asked for before the row, which the kernel before may still be writing
+    band = tl.load(weight_at, mask=mask, other=0.0, eviction_policy="evict_first")
+    up_band = band
+    if GATED:
+        up_band = tl.load(up_at, mask=mask, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.load(x + inner, mask=in_row, other=0.0).to(tl.float32)[None, :]
+    products, up_products = row * band.to(tl.float32), row * up_band.to(tl.float32)
+    for start in range(BLOCK_IN, in_features, BLOCK_IN):
         mask = exists[:, None]
         if EVEN:
             row = tl.load(x + start + inner).to(tl.float32)[None, :]
         else:
-            row = tl.load(x + start + inner, mask=inner < in_features - start, other=0.0).to(tl.float32)[None, :]
-            mask = mask & (inner < in_features - start)[None, :]
+            in_row = inner < in_features - start
+            row = tl.load(x + start + inner, mask=in_row, other=0.0).to(tl.float32)[None, :]
+            mask = mask & in_row[None, :]
         band = tl.load(weight_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
         products += row * band.to(tl.float32)
         if GATED:

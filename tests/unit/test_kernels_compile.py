@@ -46,7 +46,7 @@ def compile_only(self, *args, grid=None, warmup=False, **options):
 
 JITFunction.run = compile_only
 from fineinfer.adapters.registry import AdapterRegistry
-from fineinfer.kernels import activation, attention_decode, attention_prefill, norm, rope_store
+from fineinfer.kernels import activation, attention_decode, attention_prefill, few_rows_linear, norm, rope_store
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
 from fineinfer.model.loader import load_model
@@ -54,7 +54,7 @@ from fineinfer.runner.device_runner import DeviceRunner
 from fineinfer.runner.step_graphs import GraphKey
 
 if capability >= 90:
-    for module in (activation, attention_decode, attention_prefill, norm, rope_store):
+    for module in (activation, attention_decode, attention_prefill, few_rows_linear, norm, rope_store):
         module.dependent = lambda: {"PDL": True, "launch_pdl": True}
 model = load_model(folder, dtype=dtype, device="cpu", load_format="dummy", revision=None, seed=0)
 spec, cpu = model.spec, torch.device("cpu")
