@@ -185,7 +185,7 @@ def _wide_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(x + inner, mask=in_row, other=0.0).to(tl.float32)[None, :]
     products, up_products = row * band.to(tl.float32), row * up_band.to(tl.float32)
     for start in range(BLOCK_IN, in_features, BLOCK_IN):
-        mask = exists[:, None]
+        mask = exists[:, None] & (inner[None, :] >= 0)
         if EVEN:
             row = tl.load(x + start + inner).to(tl.float32)[None, :]
         else:
