@@ -126,9 +126,8 @@ def test_adamw(count: int, dtype: torch.dtype, kernel_device: torch.device) -> N
         adamw.adamw(params[0], grads, *states[0], copy, **options)
         assert torch.equal(grads, given)
         reference_training.adamw(params[1], grads, *states[1], copies[1], **options)
-        torch.testing.assert_close(
-            params[0], params[1], rtol=1e-6, atol=1e-7
-        )  # tiny gradients move it as far as others
+        # tiny gradients move a parameter as far as others
+        torch.testing.assert_close(params[0], params[1], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(states[0][0], states[1][0], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(states[0][1], states[1][1], rtol=1e-6, atol=0)
         if copy is not None:
