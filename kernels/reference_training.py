@@ -7,6 +7,7 @@ computed in fp32 and rounded once.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +43,61 @@ def rms_norm_backward(
     return weight * normed.to(x.dtype)
 
 
-def silu_and_mul_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """Gradient of ``silu_and_mul``, in place.
+class Expansion(NamedTuple):
+    """What an adapter adds to a projection: ``scaling * xa B^T``, [num_rows, out_features].
+
+    Attributes:
+        xa: [num_rows, rank]; rows may be strided.
+        b: [out_features, rank], contiguous.
+        scaling: Factor.
+    """
+
+    xa: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
+def silu_and_mul(gate_up: torch.Tensor, gate: Expansion | None, up: Expansion | None) -> torch.Tensor:
+    """``silu(gate) * up`` of a projection whose adapter is still to be added.
 
     Args:
-        grad: [num_rows, intermediate] gradient of the output; receives ``silu(gate) * up``, the output once more.
-        gate_up: [num_rows, 2 * intermediate], the gate's columns first; receives its gradient.
+        gate_up: [num_rows, 2 * intermediate] of the base model, the gate's columns first.
+        gate: The adapter's part of the gate, None where it has none.
+        up: The same of the other half.
+
+    Returns:
+        [num_rows, intermediate].
     """
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
-    wide, sigmoid = _wide(grad), torch.sigmoid(gate)
-    silu = gate * sigmoid
-    joined = torch.cat((wide * up * (sigmoid * (1 + gate * (1 - sigmoid))), wide * silu), dim=-1)
-    grad.copy_(silu * up)
+    gates, ups = _adapted(gate_up, gate, up)
+    return (F.silu(gates) * ups).to(gate_up.dtype)
+
+
+def silu_and_mul_backward(
+    grad: torch.Tensor, gate_up: torch.Tensor, gate: Expansion | None, up: Expansion | None
+) -> None:
+    """Gradient of ``silu_and_mul`` with respect to the projection, in place.
+
+    Args:
+        grad: [num_rows, intermediate] gradient of the output; receives the output once more.
+        gate_up: As in the forward; receives its gradient.
+        gate: As in the forward.
+        up: As in the forward.
+    """
+    gates, ups = _adapted(gate_up, gate, up)
+    wide, sigmoid = _wide(grad), torch.sigmoid(gates)
+    silu = gates * sigmoid
+    joined = torch.cat((wide * ups * (sigmoid * (1 + gates * (1 - sigmoid))), wide * silu), dim=-1)
+    grad.copy_(silu * ups)
     gate_up.copy_(joined)
+
+
+def _adapted(gate_up: torch.Tensor, gate: Expansion | None, up: Expansion | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves with the adapter, half types in fp32."""
+    gates, ups = (
+        half if part is None else half + part.scaling * (_wide(part.xa) @ _wide(part.b).t())
+        for half, part in zip(_wide(gate_up).chunk(2, dim=-1), (gate, up), strict=True)
+    )
+    return gates, ups
 
 
 def rope(

@@ -1,9 +1,9 @@
 """A layer of a training step written out, forward and backward, for few passes over memory and few launches.
 
-Each block is a chain of matrix products into one output: the adapter's part first, the base product on top of it, so
-neither the adapter nor the residual is an addition of its own. A kept layer saves what the base model's products made
-(qkv, attended, gate and up) and the small ``x A^T``; what norms and SiLU made of them, backward makes again while it
-reads them anyway.
+A block is a chain of matrix products into one output: the adapter's part first, the base product on top of it, so
+neither the adapter nor the residual is an addition of its own; to gate and up the activation adds it. A kept layer
+saves what the base model's products made and the small ``x A^T``; what norms and SiLU made of them, backward makes
+again while it reads them anyway.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fineinfer.kernels.attention_training import attention_backward, attention_forward
+from fineinfer.kernels.reference_training import Expansion
 from fineinfer.model.decoder import Decoder, DecoderLayer
+from fineinfer.training.attention import attention_backward, attention_forward
 from fineinfer.training.layers import AutogradLayers, LayerPass, Segments
 from fineinfer.training.ops import TrainingOps
 from fineinfer.training.projection import AdaptedBlock, TrainingProjection, add_product
@@ -28,7 +29,7 @@ class Saved(NamedTuple):
         attended: [num_tokens, heads * head_dim].
         lse: Of ``attention_forward``.
         stream: [num_tokens, hidden], the residual stream after attention.
-        gate_up: [num_tokens, 2 * intermediate].
+        gate_up: [num_tokens, 2 * intermediate] of the base model, the adapter not added.
         xa_qkv: [num_tokens, ranks of the block], as all ``xa``.
         xa_o: Of attended.
         xa_gate_up: Of the second norm.
@@ -64,7 +65,8 @@ class FusedLayers:
     def forward(self, layer: int, x: torch.Tensor, segments: Segments, keep: bool) -> tuple[torch.Tensor, Any | None]:
         """See LayerPass."""
         saved, h = self._upto_activation(layer, x, segments)
-        y, xa = self._linear(layer, "down", h, self._decoder.weights(layer).down, residual=saved.stream)
+        stream = saved.stream.clone() if keep else saved.stream
+        y, xa = self._linear(layer, "down", h, self._decoder.weights(layer).down, onto=stream)
         return y, saved._replace(xa_down=xa) if keep else None
 
     def _upto_activation(self, layer: int, x: torch.Tensor, segments: Segments) -> tuple[Saved, torch.Tensor]:
@@ -79,8 +81,8 @@ class FusedLayers:
         del q, k, v
         stream, xa_o = self._linear(layer, "o", attended, weights.o, weights.o_bias)
         h = ops.add_rms_norm(stream, x, weights.mlp_norm, eps)  # the stream receives x
-        gate_up, xa_gate_up = self._linear(layer, "gate_up", h, weights.gate_up)
-        h = ops.silu_and_mul(gate_up)
+        gate_up, xa_gate_up = F.linear(h, weights.gate_up), self._xa(layer, "gate_up", h)
+        h = ops.silu_and_mul(gate_up, *self._expansions(layer, xa_gate_up))
         return Saved(qkv, attended, lse, stream, gate_up, xa_qkv, xa_o, xa_gate_up, None), h
 
     def _heads(
@@ -98,6 +100,19 @@ class FusedLayers:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         return q, k, v
 
+    def _xa(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor | None:
+        """``x A^T``, None where a block has no adapter."""
+        block = self._blocks.get((layer, name))
+        return None if block is None else x @ block.a.t()
+
+    def _expansions(self, layer: int, xa: torch.Tensor | None) -> tuple[Expansion | None, Expansion | None]:
+        """What the adapter adds to gate and up."""
+        found: dict[bool, Expansion] = {}
+        if xa is not None:
+            for part in self._blocks[layer, "gate_up"].parts:
+                found[part.columns.start == 0] = Expansion(xa[:, part.ranks], part.b, part.scaling)
+        return found.get(True), found.get(False)
+
     def _linear(
         self,
         layer: int,
@@ -105,22 +120,21 @@ class FusedLayers:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        onto: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``residual + x W^T + bias`` with the block's adapter, and ``x A^T`` (None without one)."""
-        block = self._blocks.get((layer, name))
-        if block is None and residual is None:
+        """``x W^T + bias`` with the block's adapter, added to ``onto`` if given, and ``x A^T`` (None without one)."""
+        block, xa = self._blocks.get((layer, name)), self._xa(layer, name, x)
+        if block is None and onto is None:
             return F.linear(x, weight, bias), None
-        xa = None if block is None else x @ block.a.t()
-        if residual is not None:
-            y = residual.clone()
+        if onto is not None:
+            y = onto
         elif bias is not None:
             y = bias.expand(x.shape[0], -1).contiguous()
         else:
             y = x.new_empty(x.shape[0], weight.shape[0])
         if block is not None and xa is not None:
             beta = 0.0
-            if residual is not None or bias is not None:
+            if onto is not None or bias is not None:
                 beta = 1.0
             elif not block.covers(weight.shape[0]):
                 y.zero_()
@@ -140,7 +154,7 @@ class FusedLayers:
         ops, weights, eps = self._ops, self._decoder.weights(layer), self._decoder.spec.rms_norm_eps
         grad_h, grad_xa = self._linear_backward(layer, "down", grad, kept.xa_down, weights.down)
         grad_gate_up = kept.gate_up
-        ops.silu_and_mul_backward(grad_h, grad_gate_up)
+        ops.silu_and_mul_backward(grad_h, grad_gate_up, *self._expansions(layer, kept.xa_gate_up))
         self._add_grad_a(layer, "down", grad_xa, grad_h)  # which holds the activation now
         grad_h, grad_xa = self._linear_backward(layer, "gate_up", grad_gate_up, kept.xa_gate_up, weights.gate_up)
         h = ops.rms_norm_backward(grad_h, kept.stream, weights.mlp_norm, eps, grad)
@@ -160,8 +174,7 @@ class FusedLayers:
     def _again(self, layer: int, x: torch.Tensor, segments: Segments) -> Saved:
         """What ``forward`` saved, once more; the last base product is not needed for it."""
         saved, h = self._upto_activation(layer, x, segments)
-        block = self._blocks.get((layer, "down"))
-        return saved if block is None else saved._replace(xa_down=h @ block.a.t())
+        return saved._replace(xa_down=self._xa(layer, "down", h))
 
     def _adapter_backward(
         self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None, x: torch.Tensor

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fineinfer.kernels.attention_training import Sequences
 from fineinfer.kernels.reference import attention_varlen
 from fineinfer.model.decoder import Decoder, Project
 from fineinfer.model.rope import Rows
+from fineinfer.training.attention import Sequences
 
 
 @dataclass(frozen=True)

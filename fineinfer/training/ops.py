@@ -17,8 +17,8 @@ class TrainingOps(NamedTuple):
         rms_norm: (x, weight, eps) -> norm.
         add_rms_norm: (x, delta, weight, eps) -> norm of the new ``x``, which receives the sum.
         rms_norm_backward: (grad, x, weight, eps, residual) -> norm; ``grad`` becomes that of ``x``.
-        silu_and_mul: (gate_up) -> product.
-        silu_and_mul_backward: (grad, gate_up); both change.
+        silu_and_mul: (gate_up, gate, up) -> product.
+        silu_and_mul_backward: (grad, gate_up, gate, up); the first two change.
         rope: (qkv, cos, sin, num_heads, q_norm, k_norm, eps), in place.
         rope_backward: (grad_q, grad_k, grad_v, cos, sin) -> gradient of qkv.
         cross_entropy: (logits, targets) -> (losses, correct, gradient of the logits, maybe written over them).
@@ -40,7 +40,7 @@ REFERENCE_OPS = TrainingOps(
     reference.rms_norm,
     reference_training.add_rms_norm,
     reference_training.rms_norm_backward,
-    reference.silu_and_mul,
+    reference_training.silu_and_mul,
     reference_training.silu_and_mul_backward,
     reference_training.rope,
     reference_training.rope_backward,
@@ -63,15 +63,14 @@ def pick_ops(backend: str, device: torch.device) -> TrainingOps | None:
 
 def triton_ops() -> TrainingOps:
     """The kernels; imports Triton."""
-    from fineinfer.kernels import activation, adamw, cross_entropy, norm, rope
-    from fineinfer.kernels import training_backward as backward
+    from fineinfer.kernels import activation_training, adamw, cross_entropy, norm, norm_backward, rope
 
     return TrainingOps(
         norm.rms_norm,
         norm.add_rms_norm,
-        backward.rms_norm_backward,
-        activation.silu_and_mul,
-        backward.silu_and_mul_backward,
+        norm_backward.rms_norm_backward,
+        activation_training.silu_and_mul,
+        activation_training.silu_and_mul_backward,
         rope.rope,
         rope.rope_backward,
         cross_entropy.cross_entropy,

@@ -52,14 +52,15 @@ class AdapterState:
         self.compute = self.masters if dtype == master_dtype else LoraWeights.zeros(layout, dtype, device)
         copy = None if self.compute is self.masters else self.compute.flat
         self.optimizer = AdamW(self.masters.flat, settings, copy, (ops or REFERENCE_OPS).adamw)
+        self._fused = ops is not None
         self._max_grad_norm = settings.max_grad_norm
         self.refresh_compute()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held for as long as the job runs (the optimizer's temporary included)."""
+        """Bytes held for as long as the job runs (the temporary of an optimizer without kernels included)."""
         copy = 0 if self.compute is self.masters else self.compute.flat.nbytes
-        return 5 * self.masters.flat.nbytes + copy
+        return (4 if self._fused else 5) * self.masters.flat.nbytes + copy
 
     def restore(self, weights: LoraWeights, moments: dict[str, torch.Tensor], num_updates: int) -> None:
         """Take masters and moments from a checkpoint.

@@ -194,6 +194,7 @@ class Trainer:
 
     def _finish_update(self, update: RunningUpdate) -> Unit:
         cursor, settings = self.cursor, self._job.settings
+        following = self._load(cursor.step + 1)  # while the device is still busy
         loss, accuracy, norm = update.totals(self._state.gradient_norm())
         warmup = warmup_steps(self.total_steps, settings.warmup_ratio)
         factor = lr_factor(settings.lr_scheduler, cursor.step, self.total_steps, warmup)
@@ -213,7 +214,7 @@ class Trainer:
             self._note("warn", f"update {cursor.step} was skipped: its loss or gradient is not finite")
         else:
             self._reports.append(progress_message(self.job_id, entry, self.total_steps))
-        self._next = self._load(cursor.step)
+        self._next = following
         return "optimizer", update.num_tokens
 
     # ------------------------------------------------------------ what to tell the user

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fineinfer.kernels import activation, adamw, cross_entropy, norm, reference, reference_training, rope
-from fineinfer.kernels import training_backward as backward
+from fineinfer.kernels import activation_training, adamw, cross_entropy, norm, reference, reference_training, rope
+from fineinfer.kernels.norm_backward import rms_norm_backward
+from fineinfer.kernels.reference_training import Expansion
 
 EPS = 1e-5
 
@@ -34,24 +35,40 @@ def test_rms_norm_backward(
     weight = torch.randn(shape[1], device=kernel_device, dtype=dtype)
     wide = [tensor.double() for tensor in (grad, x, weight)]
     expected_h = reference_training.rms_norm_backward(*wide, EPS, residual.double() if with_residual else None)
-    ours = backward.rms_norm_backward(grad, x, weight, EPS, residual if with_residual else None)
+    ours = rms_norm_backward(grad, x, weight, EPS, residual if with_residual else None)
     close(grad, wide[0])
     torch.testing.assert_close(ours.double(), expected_h, rtol=max(1.1 * torch.finfo(dtype).eps, 1e-5), atol=1e-6)
     assert torch.equal(ours, norm.rms_norm(x, weight, EPS))  # what the forward gave, to the bit
 
 
-@pytest.mark.parametrize("shape", [(1, 1536), (0, 64), (3, 65), (9, 100), (5, 1), (3, 1025)])
-def test_silu_and_mul_backward(shape: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device) -> None:
+def expansions(
+    ranks: tuple[int, int], rows: int, intermediate: int, device: torch.device, dtype: torch.dtype
+) -> list[Expansion | None]:
+    """Of gate and up; rank 0 has none. Both have their ranks in one tensor."""
+    xa, found = torch.randn(rows, sum(ranks), device=device, dtype=dtype), []
+    for rank, columns in zip(ranks, xa.split(ranks, dim=1), strict=True):
+        b = torch.randn(intermediate, rank, device=device, dtype=dtype) / 8
+        found.append(Expansion(columns, b, 0.75) if rank else None)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [(16, 16), (0, 0), (0, 5), (4, 0), (100, 33)])
+@pytest.mark.parametrize("shape", [(3, 192), (0, 64), (65, 65), (9, 100), (5, 1)])
+def test_silu_and_mul_with_an_adapter(
+    shape: tuple[int, int], ranks: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
     rows, intermediate = shape
     gate_up = torch.randn(rows, 2 * intermediate, device=kernel_device, dtype=dtype) * 4
     grad = torch.randn(rows, intermediate, device=kernel_device, dtype=dtype)
-    forward = activation.silu_and_mul(gate_up)
-    wide = grad.double(), gate_up.double()
-    reference_training.silu_and_mul_backward(*wide)
-    backward.silu_and_mul_backward(grad, gate_up)
+    parts = expansions(ranks, rows, intermediate, kernel_device, dtype)
+    wide = [None if part is None else Expansion(part.xa.double(), part.b.double(), part.scaling) for part in parts]
+    wide_gate_up, wide_grad = gate_up.double(), grad.double()
+    forward = activation_training.silu_and_mul(gate_up, *parts)
+    close(forward, reference_training.silu_and_mul(wide_gate_up, *wide))
+    reference_training.silu_and_mul_backward(wide_grad, wide_gate_up, *wide)
+    activation_training.silu_and_mul_backward(grad, gate_up, *parts)
     assert torch.equal(grad, forward)
-    close(grad, wide[0])
-    close(gate_up, wide[1])
+    close(gate_up, wide_gate_up)
 
 
 def heads(num_tokens: int, count: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -140,12 +157,15 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
     ids, flat = torch.zeros(2, dtype=torch.int64, device=kernel_device), torch.ones(8, device=kernel_device)
     options = dict(grad_scale=1.0, learning_rate=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0, num_updates=1)
     calls = [
-        lambda: backward.rms_norm_backward(x[:1], x, weight, EPS),
-        lambda: backward.rms_norm_backward(x, x, weight.half(), EPS),
-        lambda: backward.rms_norm_backward(x, x, weight, EPS, x.half()),
-        lambda: backward.rms_norm_backward(x.T, x.T, weight[:2], EPS),
-        lambda: backward.silu_and_mul_backward(x[:, :3], x),
-        lambda: backward.silu_and_mul_backward(x[:, :4], x),
+        lambda: rms_norm_backward(x[:1], x, weight, EPS),
+        lambda: rms_norm_backward(x, x, weight.half(), EPS),
+        lambda: rms_norm_backward(x, x, weight, EPS, x.half()),
+        lambda: rms_norm_backward(x.T, x.T, weight[:2], EPS),
+        lambda: activation_training.silu_and_mul_backward(x[:, :3], x, None, None),
+        lambda: activation_training.silu_and_mul_backward(x[:, :4], x, None, None),
+        lambda: activation_training.silu_and_mul(x, Expansion(x[:, :2], x[:, :2], 1.0), None),
+        lambda: activation_training.silu_and_mul(x, None, Expansion(x[:, :2], x.view(8, 2)[:4].half(), 1.0)),
+        lambda: activation_training.silu_and_mul(x, Expansion(x.T[:2, :2], x.view(8, 2)[:4], 1.0), None),
         lambda: rope.rope(qkv, turn, turn, 3),
         lambda: rope.rope(qkv, turn, turn[:1], 2),
         lambda: rope.rope(qkv, turn, turn.half(), 2),
@@ -180,7 +200,7 @@ def test_the_twins_are_the_derivatives() -> None:
     leaf = gate_up.clone().requires_grad_()
     out = reference.silu_and_mul(leaf)
     (expected,) = torch.autograd.grad(out, leaf, grad)
-    reference_training.silu_and_mul_backward(grad, gate_up)
+    reference_training.silu_and_mul_backward(grad, gate_up, None, None)
     torch.testing.assert_close(gate_up, expected)
     torch.testing.assert_close(grad, out.detach())
 

@@ -1,7 +1,7 @@
-"""Backward of the norm and of SiLU·mul; each also makes its forward's output again, which no layer then has to keep.
+"""Backward of the norm, which also makes the norm's output again, so that no layer has to keep it.
 
-Twins: ``reference_training.rms_norm_backward`` and ``reference_training.silu_and_mul_backward``. All in fp32, rounded
-once; the outputs made again round where their forward kernels do, so they are the same bits.
+Twin: ``reference_training.rms_norm_backward``. All in fp32, rounded once; the output made again rounds where the
+forward kernel does, so it is the same bits.
 """
 
 from __future__ import annotations
@@ -11,10 +11,6 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.norm import MAX_HIDDEN, row_block
-
-_MAX_BLOCK = 1024  # columns of a program of the activation: with 4 warps 8 a thread
-# never fewer than threads: a value held by two threads could be read by the second after the first has written over it
-_MIN_BLOCK = 128
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,53 +73,6 @@ def rms_norm_backward(
             grad, x, weight, residual, out, eps, hidden, block, num_warps=num_warps
         )  # fmt: skip
     return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _silu_and_mul_backward_kernel(
-    grad_ptr: tl.tensor,
-    gate_up_ptr: tl.tensor,
-    INTERMEDIATE: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,  # of a row
-    BLOCK: tl.constexpr,
-) -> None:
-    program = tl.program_id(0)
-    row = (program // NUM_BLOCKS).to(tl.int64)
-    column = (program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < INTERMEDIATE
-    dtype = grad_ptr.dtype.element_ty
-    gate_ptr = gate_up_ptr + row * (2 * INTERMEDIATE) + column
-    out_ptr = grad_ptr + row * INTERMEDIATE + column
-    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    up = tl.load(gate_ptr + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    silu = gate / (1.0 + tl.exp(-gate))
-    tl.store(gate_ptr, (grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))).to(dtype), mask=inside)
-    tl.store(gate_ptr + INTERMEDIATE, (grad * silu).to(dtype), mask=inside)
-    tl.store(out_ptr, (silu * up).to(dtype), mask=inside)
-
-
-def silu_and_mul_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """Gradient of ``silu_and_mul``, in place.
-
-    Args:
-        grad: [num_rows, intermediate] gradient of the output; receives ``silu(gate) * up``, the output once more.
-        gate_up: [num_rows, 2 * intermediate], the gate's columns first; receives its gradient.
-
-    Raises:
-        ValueError: Shapes, dtypes or strides do not fit: both tensors are contiguous and of one dtype.
-    """
-    num_rows, intermediate = grad.shape
-    _check(gate_up, (num_rows, 2 * intermediate), grad)
-    if not grad.is_contiguous():
-        raise ValueError("the gradient must be contiguous")
-    if grad.numel():
-        block = min(_MAX_BLOCK, max(_MIN_BLOCK, triton.next_power_of_2(intermediate)))
-        num_blocks = triton.cdiv(intermediate, block)
-        _silu_and_mul_backward_kernel[(num_rows * num_blocks,)](
-            grad, gate_up, intermediate, num_blocks, block, num_warps=4
-        )  # fmt: skip
 
 
 def _check(tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
