@@ -32,9 +32,11 @@ def _expansion(  # type: ignore[no-untyped-def]
     rank,
     INTERMEDIATE: tl.constexpr,
     RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """The adapter's part of a tile, [ROWS, COLUMNS] fp32."""
-    total = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rank, RANKS):
         lane = start + tl.arange(0, RANKS)
         xa = tl.load(
@@ -83,12 +85,14 @@ def _adapted_silu_and_mul_kernel(
     up = tl.load(gate_place + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
     if gate_xa_ptr is not None:
         gate += _expansion(
-            gate_xa_ptr, gate_b_ptr, gate_stride, gate_scaling, row, column, num_rows, gate_rank, INTERMEDIATE, RANKS
-        )
+            gate_xa_ptr, gate_b_ptr, gate_stride, gate_scaling, row, column, num_rows, gate_rank,
+            INTERMEDIATE, RANKS, ROWS, COLUMNS,
+        )  # fmt: skip
     if up_xa_ptr is not None:
         up += _expansion(
-            up_xa_ptr, up_b_ptr, up_stride, up_scaling, row, column, num_rows, up_rank, INTERMEDIATE, RANKS
-        )
+            up_xa_ptr, up_b_ptr, up_stride, up_scaling, row, column, num_rows, up_rank,
+            INTERMEDIATE, RANKS, ROWS, COLUMNS,
+        )  # fmt: skip
     falling = 1.0 + tl.exp(-gate)
     silu = gate / falling
     if BACKWARD:

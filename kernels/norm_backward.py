@@ -1,7 +1,7 @@
 """Backward of the norm, which also makes the norm's output again, so that no layer has to keep it.
 
 Twin: ``reference_training.rms_norm_backward``. All in fp32, rounded once; the output made again rounds where the
-forward kernel does, so it is the same bits.
+forward kernel does.
 """
 
 from __future__ import annotations
