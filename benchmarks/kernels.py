@@ -352,8 +352,8 @@ def attention_training(bench: Bench) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-# One entry a kernel file, one for all that training alone uses. An entry calls ``bench.bench(name, make_call, bytes)`` for
-# each of its shapes.
+# One entry a kernel file, one for all that training alone uses. An entry calls
+# ``bench.bench(name, make_call, bytes)`` for each of its shapes.
 ENTRIES: dict[str, Callable[[Bench], None]] = {
     "norm": norm,
     "activation": activation,
