@@ -273,7 +273,87 @@ def attention_prefill(bench: Bench) -> None:
             print(f"{'':32s} {flops / seconds / 1e12:10.1f} TFLOP/s")
 
 
-# One entry a kernel file. An entry calls ``bench.bench(name, make_call, bytes)`` for each of its shapes.
+def training(bench: Bench) -> None:
+    """What a training step of 4 x 1,024 tokens runs beside matrix products, adapters of rank 16."""
+    from fineinfer.kernels import activation_training, adamw, cross_entropy, norm_backward, rope
+    from fineinfer.kernels.reference_training import Expansion
+
+    rows, rank, vocab, params = 4096, 16, int(str(LLAMA_8B["vocab_size"])), 40_000_000
+    weight, all_heads = noise(HIDDEN), HEADS + 2 * KV_HEADS
+    b = noise(INNER, rank)
+
+    def norm_call(_: int) -> Call:
+        grad, x, residual = (noise(rows, HIDDEN) for _ in range(3))
+        return lambda: norm_backward.rms_norm_backward(grad, x, weight, EPS, residual)
+
+    def silu_call(_: int, backward: bool, adapted: bool) -> Call:
+        gate_up, grad, xa = noise(rows, 2 * INNER), noise(rows, INNER), noise(rows, 2 * rank)
+        gate, up = (Expansion(half, b, 1e-3) if adapted else None for half in xa.chunk(2, dim=1))
+        if backward:
+            return lambda: activation_training.silu_and_mul_backward(grad, gate_up, gate, up)
+        return lambda: activation_training.silu_and_mul(gate_up, gate, up)
+
+    def rope_call(_: int, backward: bool) -> Call:
+        qkv, (cos, sin) = noise(rows, all_heads, HEAD_DIM), noise(2, rows, HEAD_DIM)
+        if backward:
+            grads = [noise(rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+            return lambda: rope.rope_backward(*grads, cos, sin)
+        return lambda: rope.rope(qkv, cos, sin, HEADS)
+
+    def loss_call(_: int) -> Call:
+        logits, targets = noise(512, vocab), torch.randint(0, vocab, (512,), device="cuda")
+        return lambda: cross_entropy.cross_entropy(logits, targets)
+
+    def adamw_call(_: int) -> Call:
+        state = [torch.zeros(params, device="cuda") for _ in range(4)]
+        copy = torch.zeros(params, device="cuda", dtype=torch.bfloat16)
+        return lambda: adamw.adamw(
+            *state, copy, grad_scale=1.0, learning_rate=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+            num_updates=1,
+        )  # fmt: skip
+
+    bench.bench("rms_norm_backward", norm_call, 2 * rows * 5 * HIDDEN)
+    for adapted in (False, True):
+        kind = "adapted" if adapted else "plain"
+        forward, backward = (functools.partial(silu_call, backward=way, adapted=adapted) for way in (False, True))
+        bench.bench(f"silu_and_mul {kind}", forward, 2 * rows * 3 * INNER)
+        bench.bench(f"silu_and_mul_backward {kind}", backward, 2 * rows * 6 * INNER)
+    rotated = 2 * (HEADS + KV_HEADS) * HEAD_DIM
+    bench.bench("rope", functools.partial(rope_call, backward=False), 2 * rows * (rotated + 2 * HEAD_DIM))
+    moved = 2 * all_heads * HEAD_DIM + 2 * HEAD_DIM
+    bench.bench("rope_backward", functools.partial(rope_call, backward=True), 2 * rows * moved)
+    bench.bench("cross_entropy 512", loss_call, 2 * 512 * 2 * vocab)
+    bench.bench("adamw 40M", adamw_call, params * (7 * 4 + 2))
+
+
+def attention_training(bench: Bench) -> None:
+    """Flash attention over whole sequences, as training calls it, and what a backward in a fixed order costs."""
+    from fineinfer.training.attention import Sequences, attention_backward, attention_forward
+
+    for lengths in ([1024] * 4, [200] * 20, [8192]):
+        total, shape = sum(lengths), f"{len(lengths)} x {lengths[0]}"
+        bounds = [lengths[0] * i for i in range(len(lengths) + 1)]
+        sequences = Sequences.make(bounds, torch.device("cuda"))
+
+        def call(_: int, backward: bool, total: int = total, sequences: Sequences = sequences) -> Call:
+            heads = noise(total, HEADS + 2 * KV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+            out, lse = attention_forward(*heads, sequences, None)
+            grad = torch.randn_like(out)
+            if backward:
+                return lambda: attention_backward(grad, heads, out, lse, sequences, None)
+            return lambda: attention_forward(*heads, sequences, None)
+
+        size = total * (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
+        bench.bench(f"attention_forward {shape}", functools.partial(call, backward=False), size)
+        bench.bench(f"attention_backward {shape}", functools.partial(call, backward=True), 2 * size)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        bench.bench(f"  in a fixed order {shape}", functools.partial(call, backward=True), 2 * size)
+        torch.use_deterministic_algorithms(False)
+
+
+# One entry a kernel file, one for all that training alone uses. An entry calls
+# ``bench.bench(name, make_call, bytes)`` for each of its shapes.
 ENTRIES: dict[str, Callable[[Bench], None]] = {
     "norm": norm,
     "activation": activation,
@@ -281,6 +361,8 @@ ENTRIES: dict[str, Callable[[Bench], None]] = {
     "lora": lora,
     "attention_decode": attention_decode,
     "attention_prefill": attention_prefill,
+    "training": training,
+    "attention_training": attention_training,
 }
 
 

@@ -103,7 +103,7 @@ def _launch(
         raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if num_tokens == 0:
         return out
-    block, num_warps = _block(hidden)
+    block, num_warps = row_block(hidden)
     delta_stride = 0 if delta is None else delta.stride(0)
     _rms_norm_kernel[(num_tokens,)](
         x,
@@ -122,7 +122,7 @@ def _launch(
     return out
 
 
-def _block(hidden: int) -> tuple[int, int]:
+def row_block(hidden: int) -> tuple[int, int]:
     """Block of a whole row and its warps: 16 values a thread, and never more threads than values.
 
     A value held by two threads could be read by the second after the first has written the sum over it.

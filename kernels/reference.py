@@ -246,7 +246,7 @@ def attention_varlen(
         [num_tokens, num_heads, head_dim].
     """
     bounds = list(itertools.pairwise(cu_seqlens))
-    if _has_flash(q):
+    if has_flash(q):
         return _varlen_flash(q, k, v, cu_seqlens, window)
     out = [_causal(q[a:b], k[a:b].transpose(0, 1), v[a:b].transpose(0, 1), window, None) for a, b in bounds if b > a]
     return torch.cat(out) if len(out) > 1 else out[0]
@@ -321,7 +321,8 @@ def _by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torc
     return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).to(v.dtype) @ v
 
 
-def _has_flash(q: torch.Tensor) -> bool:
+def has_flash(q: torch.Tensor) -> bool:
+    """Whether torch's flash attention takes queries [.., .., head_dim] of this device, dtype and head size."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     return q.is_cuda and half and q.shape[2] % 8 == 0 and torch.cuda.get_device_capability(q.device)[0] >= 8
 

@@ -193,7 +193,7 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
-    training = TrainingHost(model.decoder, ladder, latency, outbox, device)
+    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
     parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)

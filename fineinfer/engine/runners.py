@@ -22,6 +22,8 @@ from fineinfer.runner.results import Runner
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.scheduler import SchedulerLimits
 from fineinfer.scheduler.sequence import Sequence
+from fineinfer.training.ops import pick_ops
+from fineinfer.training.warm_up import warm_up
 
 if TYPE_CHECKING:
     from fineinfer.runner.device_runner import DeviceRunner
@@ -93,6 +95,9 @@ def prepare(parts: RunnerParts, runner: Runner) -> str | None:
         return None
     started_s = time.perf_counter()
     runner.warm_up()  # type: ignore[attr-defined]
+    ops = pick_ops(parts.backend, parts.device)
+    if ops is not None:
+        warm_up(parts.decoder, ops)
     torch.cuda.synchronize(parts.device)
     said = f"kernels ready in {time.perf_counter() - started_s:.1f} s"
     if parts.enforce_eager:

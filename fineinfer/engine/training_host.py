@@ -16,6 +16,7 @@ from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
 from fineinfer.training.errors import TrainingError
+from fineinfer.training.ops import pick_ops
 from fineinfer.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -32,17 +33,17 @@ class TrainingHost:
         ladder: Memory.
         latency: Slice times.
         outbox: Job events go to the supervisor.
-        device: Where the model lives.
+        backend: ``reference`` or ``triton``, as serving.
     """
 
     def __init__(
-        self, decoder: Decoder, ladder: MemoryLadder, latency: LatencyModel, outbox: Outbox, device: torch.device
+        self, decoder: Decoder, ladder: MemoryLadder, latency: LatencyModel, outbox: Outbox, backend: str
     ) -> None:
         self._decoder = decoder
         self._ladder = ladder
         self._latency = latency
         self._outbox = outbox
-        self._device = device
+        self._ops = pick_ops(backend, decoder.device)
         self._pending: deque[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.job: StartJob | None = None
         self.trainer: Trainer | None = None
@@ -62,7 +63,7 @@ class TrainingHost:
             return
         self.job = message
         try:
-            trainer = Trainer(self._decoder, message, keep_policy=self._keep)
+            trainer = Trainer(self._decoder, message, self._keep, ops=self._ops)
             self.trainer = trainer
             state_bytes, micro_batch = trainer.state_bytes, trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
             if not self._ladder.lease_state(state_bytes + micro_batch):
@@ -141,7 +142,7 @@ class TrainingHost:
         now_s = time.perf_counter()
         if self._last_unit_s is not None and not trainer.at_update_boundary:
             self.yielded_s += max(0.0, now_s - self._last_unit_s)
-        if self._device.type == "cpu":
+        if self._decoder.device.type == "cpu":
             report = trainer.advance()
             self._latency.observe(report.kind, report.num_tokens, time.perf_counter() - now_s)
         else:

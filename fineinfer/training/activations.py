@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fineinfer.kernels.reference import attention_varlen
-from fineinfer.model.decoder import Decoder, Project
+from fineinfer.model.decoder import Decoder
+from fineinfer.training.layers import LayerPass, Segments
 
 _PROBE_TOKENS = 53  # no size of a weight is likely to be this or twice this
 
@@ -60,30 +60,34 @@ class ActivationSizes:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def measure_activations(decoder: Decoder, project: Project, head_chunk_tokens: int) -> ActivationSizes:
-    """Run one layer on a few lengths under saved_tensors_hooks and count the distinct storages that autograd keeps.
+def measure_activations(
+    decoder: Decoder, layers: LayerPass, head_chunk_tokens: int, fused_head: bool
+) -> ActivationSizes:
+    """Run one layer on a few lengths and count the distinct storages that it keeps, itself or through autograd.
 
     Args:
         decoder: The base model.
-        project: The linear maps of a training step.
+        layers: What runs the layers of a training step.
         head_chunk_tokens: Rows of one head chunk.
+        fused_head: Whether the gradient of the logits overwrites them.
     """
     n = _PROBE_TOKENS
-    one, two = _saved_bytes(decoder, project, [n]), _saved_bytes(decoder, project, [2 * n])
-    joined = _saved_bytes(decoder, project, [n, n])
+    one, two = _saved_bytes(decoder, layers, [n]), _saved_bytes(decoder, layers, [2 * n])
+    joined = _saved_bytes(decoder, layers, [n, n])
     square = max(0.0, (two - 2 * one) / (2 * n * n))
     spec, element = decoder.spec, decoder.dtype.itemsize
+    per_logit = element if fused_head else 2 * max(element, 4) + element
     return ActivationSizes(
         num_layers=spec.num_layers,
         input_per_token=spec.hidden_size * element,
         graph_per_token=one / n - square * n,
         graph_per_square=square,
         packing_per_token=max(0.0, (joined - 2 * one) / (2 * n)),
-        head_workspace=head_chunk_tokens * spec.vocab_size * (2 * max(element, 4) + element),
+        head_workspace=head_chunk_tokens * spec.vocab_size * per_logit,
     )
 
 
-def _saved_bytes(decoder: Decoder, project: Project, lengths: list[int]) -> int:
+def _saved_bytes(decoder: Decoder, layers: LayerPass, lengths: list[int]) -> int:
     num_tokens, bounds = sum(lengths), [0, *itertools.accumulate(lengths)]
     sizes: dict[int, int] = {}
 
@@ -93,17 +97,17 @@ def _saved_bytes(decoder: Decoder, project: Project, lengths: list[int]) -> int:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention_varlen(q, k, v, bounds, decoder.spec.sliding_windows[layer])
-
     generator = torch.Generator(decoder.device).manual_seed(0)
     x = torch.empty(num_tokens, decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    x.normal_(generator=generator).requires_grad_()
+    x.normal_(generator=generator)
     positions = torch.cat([torch.arange(length, device=decoder.device) for length in lengths])
-    rows = decoder.rope.rows(positions, torch.full_like(positions, lengths[0]))
+    segments = Segments.make(decoder, positions, torch.full_like(positions, lengths[0]), bounds)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = decoder.layer(0, x, rows, project, attend)
-    for shared in (x, *rows):  # a layer's input is counted apart, cosines and sines are there once for all layers
+        y, saved = layers.forward(0, x, segments, keep=True)
+    for tensor in saved or ():
+        if tensor is not None and tensor.grad_fn is None:  # an output that has one is the next layer's input
+            pack(tensor)
+    for shared in (x, *segments.rows):  # a layer's input is counted apart, cosines and sines are there once for all
         sizes.pop(shared.untyped_storage().data_ptr(), None)
-    del y  # lived until here, so that no storage address was used twice
+    del y, saved  # lived until here, so that no storage address was used twice
     return sum(sizes.values())

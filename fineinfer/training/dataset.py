@@ -132,13 +132,18 @@ class PackedDataset:
             lengths.append(end - start)
         all_ids = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         targets = torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            # a copy from pageable memory would wait for all that the GPU has to do
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
         return MicroBatch(
-            input_ids=all_ids.to(device),
-            positions=torch.from_numpy(np.concatenate(positions)).to(device),
-            rope_lengths=torch.from_numpy(np.repeat(lengths, lengths)).to(device),
+            input_ids=move(all_ids),
+            positions=move(torch.from_numpy(np.concatenate(positions))),
+            rope_lengths=move(torch.from_numpy(np.repeat(lengths, lengths))),
             cu_seqlens=[0, *np.cumsum(lengths).tolist()],
-            target_rows=(targets - 1).to(device),
-            target_ids=all_ids[targets].to(device),
+            target_rows=move(targets - 1),
+            target_ids=move(all_ids[targets]),
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
 
+from fineinfer.kernels.reference_training import adamw
 from fineinfer.messages import TrainingSettings
 
 
@@ -25,24 +26,37 @@ class AdamW:
     Args:
         params: Flat master weights, changed in place.
         settings: Betas, epsilon and weight decay of the job.
+        compute: Copy of the parameters in another dtype, refreshed by every update; None where there is none.
+        update: ``adamw`` of TrainingOps.
     """
 
-    def __init__(self, params: torch.Tensor, settings: TrainingSettings) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: torch.Tensor,
+        settings: TrainingSettings,
+        compute: torch.Tensor | None = None,
+        update: Callable[..., None] = adamw,
+    ) -> None:
+        self.params, self.compute, self._update = params, compute, update
         self.exp_avg = torch.zeros_like(params)
         self.exp_avg_sq = torch.zeros_like(params)
         self.num_updates = 0
-        self._beta1, self._beta2 = settings.adam_betas
-        self._eps, self._weight_decay = settings.adam_eps, settings.weight_decay
+        self._betas, self._eps, self._weight_decay = settings.adam_betas, settings.adam_eps, settings.weight_decay
 
     @torch.no_grad()
-    def update(self, grads: torch.Tensor, learning_rate: float) -> None:
-        """One update from the flat gradient."""
+    def update(self, grads: torch.Tensor, learning_rate: float, grad_scale: float = 1.0) -> None:
+        """One update from the flat gradient, which may be scaled in place."""
         self.num_updates += 1
-        self.params.mul_(1 - learning_rate * self._weight_decay)
-        self.exp_avg.lerp_(grads, 1 - self._beta1)
-        self.exp_avg_sq.mul_(self._beta2).addcmul_(grads, grads, value=1 - self._beta2)
-        correction1 = 1 - self._beta1**self.num_updates
-        correction2 = 1 - self._beta2**self.num_updates
-        denominator = self.exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(self._eps)
-        self.params.addcdiv_(self.exp_avg, denominator, value=-learning_rate / correction1)
+        self._update(
+            self.params,
+            grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.compute,
+            grad_scale=grad_scale,
+            learning_rate=learning_rate,
+            num_updates=self.num_updates,
+            betas=self._betas,
+            eps=self._eps,
+            weight_decay=self._weight_decay,
+        )

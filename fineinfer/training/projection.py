@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fineinfer.adapters.weights import LoraBlock, LoraLayout, LoraWeights
+from fineinfer.adapters.weights import LoraBlock, LoraWeights
 
 
 @dataclass(frozen=True)
-class _Part:
+class AdaptedPart:
     """One module of a fused block: its columns of the output, its columns of x A^T, B and the gradient of B."""
 
     columns: slice
@@ -23,10 +23,16 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Block:
+class AdaptedBlock:
+    """One fused block with the views that its products read and add to."""
+
     a: torch.Tensor  # [sum of ranks, in]: the modules' own A, one under the other
     grad_a: torch.Tensor
-    parts: tuple[_Part, ...]
+    parts: tuple[AdaptedPart, ...]
+
+    def covers(self, out_features: int) -> bool:
+        """Whether every column of the block's output belongs to an adapted module."""
+        return sum(part.columns.stop - part.columns.start for part in self.parts) == out_features
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -34,7 +40,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: _Block
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, block: AdaptedBlock
     ) -> torch.Tensor:
         y = F.linear(x, weight, bias)  # [num_tokens, out]
         xa = x @ block.a.t()  # [num_tokens, sum of ranks]
@@ -47,22 +53,24 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         x, xa = ctx.saved_tensors
-        block: _Block = ctx.block
+        block: AdaptedBlock = ctx.block
         grad_xa = torch.empty_like(xa)
         for part in block.parts:
             grad_part = grad_y[:, part.columns]
             torch.mm(grad_part, part.b, out=grad_xa[:, part.ranks])
-            _add_product(part.grad_b, grad_part.t(), xa[:, part.ranks], part.scaling)
+            add_product(part.grad_b, grad_part.t(), xa[:, part.ranks], part.scaling)
             grad_xa[:, part.ranks] *= part.scaling
-        _add_product(block.grad_a, grad_xa.t(), x, 1.0)
+        add_product(block.grad_a, grad_xa.t(), x, 1.0)
         grad_x = (grad_y @ ctx.weight).addmm_(grad_xa, block.a)
         return grad_x, None, None, None
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> None:
     """``total += scaling * left @ right``, accumulated in the dtype of ``total`` (fp32 for a half-precision model)."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=scaling)
+    elif left.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=total.dtype), alpha=scaling)  # never rounded to a half type
     else:
         total.add_((left @ right).to(total.dtype), alpha=scaling)
 
@@ -71,13 +79,11 @@ class TrainingProjection:
     """The ``project`` callable of the decoder for a training step.
 
     Args:
-        layout: Modules of the adapter.
-        compute: The adapter in the model's dtype.
-        grads: Gradient accumulators, in the dtype of the master weights.
+        blocks: Of ``adapted_blocks``.
     """
 
-    def __init__(self, layout: LoraLayout, compute: LoraWeights, grads: LoraWeights) -> None:
-        self._blocks = {key: _views(block, compute, grads) for key, block in layout.blocks.items()}
+    def __init__(self, blocks: dict[tuple[int, str], AdaptedBlock]) -> None:
+        self._blocks = blocks
 
     def __call__(
         self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -89,11 +95,21 @@ class TrainingProjection:
         return _LoraLinear.apply(x, weight, bias, adapted)
 
 
-def _views(block: LoraBlock, compute: LoraWeights, grads: LoraWeights) -> _Block:
+def adapted_blocks(compute: LoraWeights, grads: LoraWeights) -> dict[tuple[int, str], AdaptedBlock]:
+    """The views of every adapted block by (layer, name).
+
+    Args:
+        compute: The adapter in the model's dtype.
+        grads: Gradient accumulators of the same layout, in the dtype of the master weights.
+    """
+    return {key: _views(block, compute, grads) for key, block in compute.layout.blocks.items()}
+
+
+def _views(block: LoraBlock, compute: LoraWeights, grads: LoraWeights) -> AdaptedBlock:
     parts, first = [], 0
     for module in block.modules:
         parts.append(
-            _Part(
+            AdaptedPart(
                 columns=slice(module.out_start, module.out_end),
                 ranks=slice(first, first + module.rank),
                 scaling=module.scaling,
@@ -102,4 +118,4 @@ def _views(block: LoraBlock, compute: LoraWeights, grads: LoraWeights) -> _Block
             )
         )
         first += module.rank
-    return _Block(compute.block_a(block), grads.block_a(block), tuple(parts))
+    return AdaptedBlock(compute.block_a(block), grads.block_a(block), tuple(parts))

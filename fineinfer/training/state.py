@@ -10,6 +10,7 @@ import torch
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.messages import TrainingSettings
 from fineinfer.training.errors import TrainingError
+from fineinfer.training.ops import REFERENCE_OPS, TrainingOps
 from fineinfer.training.optimizer import AdamW, clip_factor, gradient_norm
 
 
@@ -29,13 +30,19 @@ class AdapterState:
         settings: Hyperparameters of the job.
         dtype: The model's dtype.
         device: The model's device.
+        ops: Kernels of the optimizer; None: the reference operations.
 
     Raises:
         TrainingError: The dtype cannot be trained in.
     """
 
     def __init__(
-        self, layout: LoraLayout, settings: TrainingSettings, dtype: torch.dtype, device: torch.device
+        self,
+        layout: LoraLayout,
+        settings: TrainingSettings,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: TrainingOps | None = None,
     ) -> None:
         if dtype == torch.float16:
             raise TrainingError("float16 has too small a range for gradients; use bfloat16", "unsupported_dtype")
@@ -43,15 +50,17 @@ class AdapterState:
         self.masters = LoraWeights.init(layout, master_dtype, device, settings.seed)
         self.grads = LoraWeights.zeros(layout, master_dtype, device)
         self.compute = self.masters if dtype == master_dtype else LoraWeights.zeros(layout, dtype, device)
-        self.optimizer = AdamW(self.masters.flat, settings)
+        copy = None if self.compute is self.masters else self.compute.flat
+        self.optimizer = AdamW(self.masters.flat, settings, copy, (ops or REFERENCE_OPS).adamw)
+        self._fused = ops is not None
         self._max_grad_norm = settings.max_grad_norm
         self.refresh_compute()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held for as long as the job runs (the optimizer's temporary included)."""
+        """Bytes held for as long as the job runs (the temporary of an optimizer without kernels included)."""
         copy = 0 if self.compute is self.masters else self.compute.flat.nbytes
-        return 5 * self.masters.flat.nbytes + copy
+        return (4 if self._fused else 5) * self.masters.flat.nbytes + copy
 
     def restore(self, weights: LoraWeights, moments: dict[str, torch.Tensor], num_updates: int) -> None:
         """Take masters and moments from a checkpoint.
@@ -76,14 +85,19 @@ class AdapterState:
             self.compute.flat.copy_(self.masters.flat)
 
     @torch.no_grad()
-    def apply(self, loss: float, learning_rate: float) -> AppliedUpdate:
-        """Clip and update; leaves parameters and moments untouched if loss or gradient is not finite."""
-        norm = float(gradient_norm(self.grads.flat))
+    def gradient_norm(self) -> torch.Tensor:
+        """Euclidean norm of the accumulated gradient, an fp64 scalar on the device."""
+        return gradient_norm(self.grads.flat)
+
+    def apply(self, loss: float, norm: float, learning_rate: float) -> AppliedUpdate:
+        """Clip and update; leaves parameters and moments untouched if loss or gradient is not finite.
+
+        Args:
+            loss: Of the update.
+            norm: Of the gradient.
+            learning_rate: Of the update.
+        """
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return AppliedUpdate(norm, skipped=True)
-        factor = clip_factor(norm, self._max_grad_norm)
-        if factor < 1.0:
-            self.grads.flat.mul_(factor)
-        self.optimizer.update(self.grads.flat, learning_rate)
-        self.refresh_compute()
+        self.optimizer.update(self.grads.flat, learning_rate, clip_factor(norm, self._max_grad_norm))
         return AppliedUpdate(norm, skipped=False)

@@ -1,22 +1,24 @@
 """A training step that can stop at every layer (DESIGN 5.2): forward and backward of one micro-batch as a generator.
 
-Every layer is a small autograd graph of its own: forward takes a detached input, backward runs that one graph and
-hands the input's gradient down. Kept layers hold their graph until then, recomputed layers only their input; both run
-the same graph-building forward, so the bits are equal whatever was kept.
+Every layer runs forward and backward by itself (layers.py) and hands the gradient of its input down. Kept layers hold
+their activations until then, recomputed layers only their input; both run the same forward, so the bits are equal
+whatever was kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fineinfer.kernels.reference import attention_varlen
-from fineinfer.model.decoder import Decoder, Project
+from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import ActivationSizes
 from fineinfer.training.dataset import MicroBatch
+from fineinfer.training.layers import LayerPass, Segments
 from fineinfer.training.loss import head_chunk
+from fineinfer.training.ops import TrainingOps
 
 KeepPolicy = Callable[[int, int], bool]  # (tokens of the micro-batch, layer index) -> keep its graph
 Unit = tuple[str, int]  # (kind, tokens)
@@ -28,21 +30,23 @@ class StepContext:
 
     Attributes:
         decoder: The frozen base model.
-        project: Linear layers with LoRA.
-        keep: Asked at each layer's forward whether its graph is kept.
+        layers: What runs a layer.
+        ops: Kernels of the head; None: the reference operations.
+        keep: Asked at each layer's forward whether its activations are kept.
         head_chunk_tokens: Trained tokens of one head unit.
         sizes: Bytes of activations.
     """
 
     decoder: Decoder
-    project: Project
+    layers: LayerPass
+    ops: TrainingOps | None
     keep: KeepPolicy
     head_chunk_tokens: int
     sizes: ActivationSizes
 
 
 class MicroBatchPass:
-    """Forward and backward of one micro-batch. Gradients of the adapter are added to the accumulators of ``project``.
+    """Forward and backward of one micro-batch. Gradients of the adapter are added to the accumulators of ``layers``.
 
     Args:
         context: Model and job.
@@ -59,8 +63,8 @@ class MicroBatchPass:
         self._x: torch.Tensor | None = None  # running activation, [num_tokens, hidden]
         self._grad: torch.Tensor | None = None  # gradient of the running activation on the way back
         self._inputs: list[torch.Tensor | None] = [None] * context.decoder.spec.num_layers
-        self._outputs: list[torch.Tensor | None] = [None] * context.decoder.spec.num_layers
-        self._rows = context.decoder.rope.rows(batch.positions, batch.rope_lengths)
+        self._saved: list[Any | None] = [None] * context.decoder.spec.num_layers
+        self._segments = Segments.make(context.decoder, batch.positions, batch.rope_lengths, batch.cu_seqlens)
         lengths = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
         self._graph_bytes = context.sizes.graph(lengths)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
@@ -82,7 +86,7 @@ class MicroBatchPass:
             yield "head", self._head(start)
         self._x = None
         for layer in reversed(range(num_layers)):
-            kind = "recompute" if self._outputs[layer] is None else "backward"
+            kind = "recompute" if self._saved[layer] is None else "backward"
             self._backward(layer)
             yield kind, num_tokens
 
@@ -95,11 +99,11 @@ class MicroBatchPass:
             (layers dropped, bytes freed).
         """
         dropped = freed = 0
-        for layer in range(len(self._outputs)):
+        for layer in range(len(self._saved)):
             if bytes_wanted is not None and freed >= bytes_wanted:
                 break
-            if self._outputs[layer] is not None:
-                self._outputs[layer] = None
+            if self._saved[layer] is not None:
+                self._saved[layer] = None
                 dropped, freed = dropped + 1, freed + self._graph_bytes
         return dropped, freed
 
@@ -111,7 +115,7 @@ class MicroBatchPass:
     @property
     def num_kept(self) -> int:
         """Layers whose graph is held now."""
-        return sum(output is not None for output in self._outputs)
+        return sum(saved is not None for saved in self._saved)
 
     @property
     def held_bytes(self) -> int:
@@ -123,7 +127,7 @@ class MicroBatchPass:
         """Kinds of the backward units still to come, last layer first; a layer not yet forward counts as kept."""
         kinds = []
         for layer in reversed(range(self._context.decoder.spec.num_layers)):
-            dropped = self._inputs[layer] is not None and self._outputs[layer] is None
+            dropped = self._inputs[layer] is not None and self._saved[layer] is None
             kinds.append("recompute" if dropped else "backward")
         return kinds
 
@@ -131,22 +135,13 @@ class MicroBatchPass:
     def _embed(self) -> None:
         self._x = self._context.decoder.embed(self._batch.input_ids)
 
-    @torch.enable_grad()
-    def _run_layer(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self._context.decoder.layer(layer, x, self._rows, self._context.project, self._attend)
-
-    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention_varlen(q, k, v, self._batch.cu_seqlens, self._context.decoder.spec.sliding_windows[layer])
-
     def _forward(self, layer: int) -> None:
-        if self._x is None:
+        x = self._x
+        if x is None:
             raise RuntimeError("a layer's forward needs the one before it")
-        leaf = self._x.detach().requires_grad_()
-        output = self._run_layer(layer, leaf)
-        self._inputs[layer] = leaf
-        if self._context.keep(self._batch.num_tokens, layer):
-            self._outputs[layer] = output
-        self._x = output.detach()
+        keep = self._context.keep(self._batch.num_tokens, layer)
+        self._x, self._saved[layer] = self._context.layers.forward(layer, x, self._segments, keep)
+        self._inputs[layer] = x
 
     def _head(self, start: int) -> int:
         batch, x = self._batch, self._x
@@ -156,18 +151,17 @@ class MicroBatchPass:
             self._grad = torch.zeros_like(x)
         rows = batch.target_rows[start : start + self._context.head_chunk_tokens]
         targets = batch.target_ids[start : start + self._context.head_chunk_tokens]
-        result = head_chunk(self._context.decoder, x[rows], targets, self._loss_scale)
+        result = head_chunk(self._context.decoder, x[rows], targets, self._loss_scale, self._context.ops)
         self._grad[rows] = result.grad
         self.loss_sum += result.loss_sum
         self.num_correct += result.num_correct
         return rows.shape[0]
 
     def _backward(self, layer: int) -> None:
-        leaf, output = self._inputs[layer], self._outputs[layer]
-        self._inputs[layer] = self._outputs[layer] = None
-        if leaf is None:
-            raise RuntimeError("a layer's backward needs its forward")
-        if output is None:
-            output = self._run_layer(layer, leaf)
-        (grad,) = torch.autograd.grad(output, leaf, self._grad)
-        self._grad = grad if layer > 0 else None
+        x, saved, grad = self._inputs[layer], self._saved[layer], self._grad
+        self._inputs[layer] = self._saved[layer] = None
+        if x is None or grad is None:
+            raise RuntimeError("a layer's backward needs its forward and the gradient of its output")
+        self._grad = self._context.layers.backward(layer, x, self._segments, saved, grad)
+        if layer == 0:
+            self._grad = None

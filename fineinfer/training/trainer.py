@@ -28,7 +28,9 @@ from fineinfer.training.checkpoint import (
 )
 from fineinfer.training.dataset import MicroBatch, PackedDataset, Schedule
 from fineinfer.training.errors import TrainingError
-from fineinfer.training.projection import TrainingProjection
+from fineinfer.training.fused_layers import make_layers
+from fineinfer.training.ops import TrainingOps
+from fineinfer.training.projection import adapted_blocks
 from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
@@ -59,6 +61,7 @@ class Trainer:
         keep_policy: Asked at each layer's forward, ``(tokens of the micro-batch, layer)``, whether the graph is kept;
             not asked when the job's ``recompute`` is "always" or "never".
         head_chunk_tokens: Rows of one head unit; None chooses by device.
+        ops: Kernels to train with, over FusedLayers; None: the reference operations, over AutogradLayers.
 
     Attributes:
         cursor: Where the job stands.
@@ -71,7 +74,12 @@ class Trainer:
 
     @torch.inference_mode(False)
     def __init__(
-        self, decoder: Decoder, start: StartJob, keep_policy: KeepPolicy, head_chunk_tokens: int | None = None
+        self,
+        decoder: Decoder,
+        start: StartJob,
+        keep_policy: KeepPolicy,
+        head_chunk_tokens: int | None = None,
+        ops: TrainingOps | None = None,
     ) -> None:
         self._job, settings = start, start.settings
         check_settings(settings)
@@ -82,12 +90,13 @@ class Trainer:
             layout = LoraLayout.uniform(decoder.spec, settings.lora)
         except AdapterError as error:
             raise TrainingError(str(error), "invalid_hyperparameters") from error
-        self._state = AdapterState(layout, settings, decoder.dtype, decoder.device)
-        project = TrainingProjection(layout, self._state.compute, self._state.grads)
+        self._state = AdapterState(layout, settings, decoder.dtype, decoder.device, ops)
+        blocks = adapted_blocks(self._state.compute, self._state.grads)
+        layers = make_layers(decoder, blocks, ops)
         chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
-        keep = {"always": _never, "never": _always}.get(settings.recompute, keep_policy)
-        sizes = measure_activations(decoder, project, chunk)
-        self._context = StepContext(decoder, project, keep, chunk, sizes)
+        keep = {"always": lambda *_: False, "never": lambda *_: True}.get(settings.recompute, keep_policy)
+        sizes = measure_activations(decoder, layers, chunk, fused_head=ops is not None)
+        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes)
         self.cursor = Cursor()
         self.log_history: list[dict[str, Any]] = []
         self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
@@ -185,11 +194,12 @@ class Trainer:
 
     def _finish_update(self, update: RunningUpdate) -> Unit:
         cursor, settings = self.cursor, self._job.settings
-        loss, accuracy = update.loss(), update.accuracy()
+        following = self._load(cursor.step + 1)  # while the device is still busy
+        loss, accuracy, norm = update.totals(self._state.gradient_norm())
         warmup = warmup_steps(self.total_steps, settings.warmup_ratio)
         factor = lr_factor(settings.lr_scheduler, cursor.step, self.total_steps, warmup)
         learning_rate = settings.learning_rate * factor
-        applied = self._state.apply(loss, learning_rate)
+        applied = self._state.apply(loss, norm, learning_rate)
         self._update = None
         cursor.count(update.num_tokens, update.num_targets, applied.skipped)
         entry = log_entry(cursor, self.steps_per_epoch, loss, learning_rate, applied.grad_norm, accuracy)
@@ -204,7 +214,7 @@ class Trainer:
             self._note("warn", f"update {cursor.step} was skipped: its loss or gradient is not finite")
         else:
             self._reports.append(progress_message(self.job_id, entry, self.total_steps))
-        self._next = self._load(cursor.step)
+        self._next = following
         return "optimizer", update.num_tokens
 
     # ------------------------------------------------------------ what to tell the user
@@ -387,11 +397,3 @@ class Trainer:
 
     def _load(self, step: int) -> list[MicroBatch]:
         return self.schedule.load(step, self._context.decoder.device)
-
-
-def _always(_tokens: int, _layer: int) -> bool:
-    return True
-
-
-def _never(_tokens: int, _layer: int) -> bool:
-    return False

@@ -81,13 +81,14 @@ class RunningUpdate:
             units += micro_batch_units(batch, self._context, self._backward_kind)
         return [*units, ("optimizer", self.num_tokens)]
 
-    def loss(self) -> float:
-        """Mean loss of the trained tokens; waits for the device."""
-        return float(self._loss_sum) / self.num_targets
+    def totals(self, gradient_norm: torch.Tensor) -> tuple[float, float, float]:
+        """(mean loss of the trained tokens, share of them predicted right, gradient norm).
 
-    def accuracy(self) -> float:
-        """Share of trained tokens predicted right; waits for the device."""
-        return int(self._num_correct) / self.num_targets
+        All in one transfer, so that the host waits for the device once an update.
+        """
+        sums = torch.stack((self._loss_sum, self._num_correct.double(), gradient_norm.double()))
+        loss_sum, num_correct, norm = sums.tolist()
+        return loss_sum / self.num_targets, num_correct / self.num_targets, norm
 
     def abandon(self) -> None:
         """Free the micro-batch under way."""

@@ -1,7 +1,7 @@
-"""Every kernel that serving launches is compiled for real GPUs, without one: interpreters accept more than compilers.
+"""Every kernel that serving and training launch is compiled for real GPUs, without one: interpreters accept more.
 
-A child process runs the device runner's own code on CPU tensors, with launches that stop after compilation: kernels are
-compiled with exactly the arguments that serving gives them.
+A child process runs the device runner's and the training step's own code on CPU tensors, with launches that stop after
+compilation: kernels are compiled with exactly the arguments that they are given there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # a block's shared memory, by compute capability
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1024,
-    "num_hidden_layers": 1, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 1000,
+    "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 1000,
     "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": 2,
 }  # fmt: skip
 CHILD = """
@@ -36,11 +36,12 @@ class Device:
     def get_current_stream(self, device=None): return 0
 
 driver.set_active(Device())
-shared, run = {}, JITFunction.run
+shared, variants, run = {}, set(), JITFunction.run
 
 def compile_only(self, *args, grid=None, warmup=False, **options):
     kernel = run(self, *args, grid=grid, warmup=True, **options)
     name = self.fn.__name__
+    variants.add((name, kernel.hash))
     shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
     return kernel
 
@@ -68,12 +69,45 @@ with torch.inference_mode():
         key = GraphKey(rows, mixed, adapted)
         runner._enter_padding(key)
         runner._captured_step(key)
-print(json.dumps({"shared": shared, "new": sorted(set(shared) - set(before))}))
+new = sorted(set(shared) - set(before))
+
+from fineinfer.adapters.weights import LoraLayout
+from fineinfer.messages import LoraSpec, TrainingSettings
+from fineinfer.training.fused_layers import make_layers
+from fineinfer.training.layers import Segments
+from fineinfer.training.loss import head_chunk
+from fineinfer.training.ops import triton_ops
+from fineinfer.training.projection import adapted_blocks
+from fineinfer.training.state import AdapterState
+from fineinfer.training.warm_up import warm_up
+
+served, ops, unexpected = set(shared), triton_ops(), []
+warm_up(model.decoder, ops)
+warm = set(variants)
+if dtype != "float16":
+    layout = LoraLayout.uniform(spec, LoraSpec(r=48))
+    state = AdapterState(layout, TrainingSettings(), model.decoder.dtype, cpu, ops)
+    layers = make_layers(model.decoder, adapted_blocks(state.compute, state.grads), ops)
+    positions = torch.arange(21)
+    segments = Segments.make(model.decoder, positions, torch.full((21,), 21), [0, 21])
+    x = torch.zeros(21, spec.hidden_size, dtype=model.decoder.dtype)
+    for layer in range(spec.num_layers):
+        _, saved = layers.forward(layer, x, segments, True)
+        layers.backward(layer, x, segments, saved, x)
+    head_chunk(model.decoder, x, positions, 1.0, ops)
+    state.optimizer.update(state.grads.flat, 0.1, 0.5)
+    unexpected = [name for name, _ in variants - warm]
+    head_norm = x.new_zeros(spec.head_dim)  # of Qwen3
+    ops.rope(saved.qkv, *segments.rows, spec.num_heads, head_norm, head_norm, 1e-5)
+trained = sorted(set(shared) - served)
+print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected": unexpected}))
 """
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (80, "float16"), (86, "bfloat16")])
-def test_every_kernel_of_serving_compiles(tmp_path: Path, capability: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(90, "bfloat16"), (80, "float16"), (86, "bfloat16"), (90, "float32")]
+)
+def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str) -> None:
     pytest.importorskip("triton")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -84,5 +118,7 @@ def test_every_kernel_of_serving_compiles(tmp_path: Path, capability: int, dtype
     said = json.loads(done.stdout.splitlines()[-1])
     assert len(said["shared"]) >= 18, said
     assert not said["new"], "a captured step uses kernels that the warm-up does not"
+    assert not said["unexpected"], "a training step compiles what the warm-up did not"
+    assert len(said["trained"]) == (0 if dtype == "float16" else 5), said["trained"]
     too_large = {name: size for name, size in said["shared"].items() if size > MAX_SHARED_BYTES[capability]}
     assert not too_large
