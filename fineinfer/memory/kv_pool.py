@@ -172,6 +172,9 @@ class KVPool:
                 buffer.shrink(num_steps * self._step)
             num_steps = 0
         if self._store is not None:
+            if num_steps and self.num_slots * self.spec.bytes_per_layer_slot < self._num_steps * self._step:
+                for layer in self._layers:  # a slot whose beginning lies in a handle that was there, and was used
+                    self._store.driver.zero(layer[self.num_slots : self.num_slots + 1])
             self._store.give([])
             self._store.driver.settle()
         return num_steps
