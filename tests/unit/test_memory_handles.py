@@ -224,12 +224,12 @@ def test_a_shrink_copies_in_as_few_moves_as_order_allows(driver: FakeDriver, mon
 def test_rows_that_move_into_what_others_leave_are_copied_after_them(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of slots 26 to 43 leaves 26 to 31 behind, where the next one then goes; a kernel copies in any order."""
+    """A row of slots 20 to 37 leaves 20 to 31 behind, where the next one then goes; a kernel copies in any order."""
     calls, move = [], KVPool.move
     monkeypatch.setattr(KVPool, "move", lambda self, src, dst: (calls.append({*src} & {*dst}), move(self, src, dst)))
     pool = KVPool(SPEC, 96, driver=driver)
     cache = KVCache(96, max_rows=8, max_len=96, pool=pool)
-    hole, across, above = (cache.open_row(n) for n in (26, 18, 6))
+    hole, across, above = (cache.open_row(n) for n in (20, 18, 6))
     for row in (across, above):
         for layer in range(LAYERS):
             pool.layer(layer)[cache.slots(row).tolist()] = 1.0 + row
