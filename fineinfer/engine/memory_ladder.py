@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
-from fineinfer.memory.host import trim_heap
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.training.trainer import Trainer
 
@@ -39,10 +39,11 @@ class MemoryLadder:
             raise ValueError("the ladder needs a KV cache with a pool")
         self._governor = governor
         self._kv = kv_cache
-        self._bytes_per_slot = kv_cache.pool.bytes_per_slot
+        self._pool = kv_cache.pool
         self._reserved_slots = reserved_slots
         self._hold_until_s = self._next_follow_s = 0.0
         self._kept_layers = 0
+        self._growth_goal = 0  # slots that the pool is to have, while it has not come so far
         self.num_resizes = 0
         self.num_dropped_layers = 0
 
@@ -85,7 +86,7 @@ class MemoryLadder:
         """Take back all that a job held and let the pool grow into it."""
         self._governor.release(ACTIVATIONS)
         self._governor.release(STATE)
-        trim_heap()
+        return_freed_memory(self._pool.device)
         self.grow_kv()
 
     # ------------------------------------------------------------ requests ask
@@ -112,8 +113,9 @@ class MemoryLadder:
         """Grow the pool to ``goal`` slots (None: as far as it can), within the free bytes."""
         target = min(self._kv.max_slots, self._kv.num_slots + self._free_slots())
         if goal is not None:
-            target = min(target, max(goal, self._kv.num_slots))
-        self._resize(target)
+            target = min(target, max(self._pool.round_up(goal), self._kv.num_slots))
+        self._growth_goal = target
+        self._resize(min(target, self._pool.slots_in_reach))  # the rest in the next turns: requests are running
 
     def resize_kv(self, num_slots: int) -> None:
         """Administrative resize, as far as live tokens and the budget allow."""
@@ -130,13 +132,17 @@ class MemoryLadder:
         if self._governor.free_bytes >= 0:
             self.grow_kv()
         else:
+            return_freed_memory(self._pool.device)  # whoever the budget was cut for waits for what is cached, too
             self.follow_budget(trainer, now_s)
 
     def follow_budget(self, trainer: Trainer | None, now_s: float) -> None:
         """While leases exceed the budget, give back: free slots first, then what training holds; called every turn.
 
-        Requests that are running keep their slots, so the rest follows as they end.
+        Requests that are running keep their slots, so the rest follows as they end. Within the budget, go on with a
+        growth that was too long for one turn or found the device's memory in other hands.
         """
+        if self._kv.num_slots < self._growth_goal:
+            self.grow_kv(self._growth_goal)
         if self._governor.free_bytes >= 0 or now_s < self._next_follow_s:
             return
         self._next_follow_s = now_s + FOLLOW_EVERY_S
@@ -149,12 +155,12 @@ class MemoryLadder:
         """All between two micro-batches; within one, the kept graphs, which are recomputed."""
         if trainer is None or not trainer.micro_batch_open:
             self._governor.release(ACTIVATIONS)
-            trim_heap()
+            return_freed_memory(self._pool.device)
             return
         started_s = time.perf_counter()
         self._kept_layers = 0
         num_layers, freed = trainer.drop_kept()
-        trim_heap()
+        return_freed_memory(self._pool.device)
         self.num_dropped_layers += num_layers
         needed = trainer.bytes_if_recomputed(trainer.micro_batch_tokens)
         self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
@@ -163,29 +169,33 @@ class MemoryLadder:
     # ------------------------------------------------------------ inside
 
     def _free_slots(self) -> int:
-        return max(0, self._governor.free_bytes) // self._bytes_per_slot
+        return max(0, self._pool.slots_within(self._pool.held_bytes + self._governor.free_bytes) - self._kv.num_slots)
 
     def _shrink_kv_for(self, num_bytes: int) -> None:
         """Shrink the pool until ``num_bytes`` are free or nothing more can be given."""
         missing = num_bytes - self._governor.free_bytes
         if missing <= 0:
             return
-        target = self._kv.num_slots - -(-missing // self._bytes_per_slot)
+        target = self._pool.slots_within(self._pool.held_bytes - missing)
         self._resize(max(target, MIN_KV_SLOTS, self._reserved_slots()))
+        self._pool.release_idle()  # somebody waits for these bytes
+        self._governor.lease(KV, self._pool.held_bytes)
 
     def _resize(self, target: int) -> None:
         if target == self._kv.num_slots:
             return
         started_s, before = time.perf_counter(), self._kv.num_slots
         if target < before:
+            self._growth_goal = 0
             self._kv.shrink_to(target)
-            self._governor.lease(KV, self._kv.num_slots * self._bytes_per_slot)
-        elif self._governor.lease(KV, target * self._bytes_per_slot):  # lease first: memory is mapped only when owned
-            self._kv.grow_to(target)
-            self._governor.lease(KV, self._kv.num_slots * self._bytes_per_slot)
+            self._governor.lease(KV, self._pool.held_bytes)
+        elif self._governor.lease(KV, self._pool.bytes_for(target)):  # lease first: memory is mapped only when owned
+            if self._kv.grow_to(target) < target:  # somebody else holds the device's memory
+                self._governor.record("kv_refused", KV, self._pool.bytes_for(target))
+            self._governor.lease(KV, self._pool.held_bytes)
         if self._kv.num_slots != before:
             self.num_resizes += 1
             kind = "kv_shrink" if self._kv.num_slots < before else "kv_grow"
-            num_bytes, ms = self._kv.num_slots * self._bytes_per_slot, 1e3 * (time.perf_counter() - started_s)
+            num_bytes, ms = self._pool.held_bytes, 1e3 * (time.perf_counter() - started_s)
             self._governor.record(kind, KV, num_bytes, ms)
             logger.debug("%s: %d -> %d slots in %.1f ms", kind, before, self._kv.num_slots, ms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ import psutil
 import torch
 
 from fineinfer.engine.settings import EngineSettings
+from fineinfer.memory.kv_pool import KVPool
 
 GIB = 1 << 30
 CPU_BUDGET_SHARE = 0.5  # of the memory available at start: a laptop's owner keeps the other half
-CUDA_TRAINING_SHARE = 0.5  # of what weights, workspace and adapters leave: the pool cannot shrink there yet
+FIXED_TRAINING_SHARE = 0.5  # of what weights, workspace and adapters leave, where the pool cannot shrink for training
 CPU_MAX_NUM_SEQS = 64
 # of CUDA: as many requests as the pool holds at a mean length, within what one decode step serves well
 MEAN_REQUEST_TOKENS, MIN_NUM_SEQS, MAX_NUM_SEQS = 512, 16, 512
@@ -33,7 +35,7 @@ class MemoryPlanError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by owner, and the pool's size in slots.
+    """Bytes by owner, and the pool's maximum in slots.
 
     Attributes:
         budget: All memory the engine may use.
@@ -41,7 +43,8 @@ class MemoryPlan:
         workspace: Peak of the largest serving forward above the weights, measured by a dry run.
         adapters: Adapter slots.
         kv_slots_max: Most slots the pool can ever have.
-        kv_slots_now: Slots at start.
+        kv_now: The pool at start.
+        kv_min: The smallest that the pool can become.
         bytes_per_slot: K and V of one token over all layers.
         elastic: Whether the pool can shrink and grow.
     """
@@ -51,15 +54,35 @@ class MemoryPlan:
     workspace: int
     adapters: int
     kv_slots_max: int
-    kv_slots_now: int
+    kv_now: int
+    kv_min: int
     bytes_per_slot: int
     elastic: bool
 
     @property
     def budget_min(self) -> int:
         """Smallest budget that the engine can follow: everything fixed, and the smallest pool."""
-        pool = MIN_SLOTS if self.elastic else self.kv_slots_max
-        return self.weights + self.workspace + self.adapters + pool * self.bytes_per_slot
+        return self.budget - self.pool_room + self.kv_min
+
+    @property
+    def pool_room(self) -> int:
+        """Bytes that weights, workspace and adapters leave."""
+        return self.budget - self.weights - self.workspace - self.adapters
+
+    def with_pool(self, pool: KVPool) -> MemoryPlan:
+        """The plan with the sizes of the pool that was made for it, whose memory may come in large steps.
+
+        Raises:
+            MemoryPlanError: The pool got too little memory.
+        """
+        if pool.num_slots < MIN_SLOTS:
+            raise MemoryPlanError(
+                f"the KV pool got {pool.mapped_bytes / GIB:.2f} GiB of the {self.pool_room / GIB:.2f} GiB in the plan, "
+                f"its smallest size is {pool.bytes_for(MIN_SLOTS) / GIB:.2f} GiB: raise --memory-budget, or free the "
+                "device's memory, which other programs may hold"
+            )
+        kv_min = pool.bytes_for(MIN_SLOTS) if pool.elastic else pool.held_bytes
+        return dataclasses.replace(self, kv_slots_max=pool.max_slots, kv_now=pool.held_bytes, kv_min=kv_min)
 
     def as_dict(self) -> dict[str, int]:
         """For EngineInfo: bytes by owner."""
@@ -70,7 +93,7 @@ class MemoryPlan:
             "workspace": self.workspace,
             "adapters": self.adapters,
             "kv_max": self.kv_slots_max * self.bytes_per_slot,
-            "kv_now": self.kv_slots_now * self.bytes_per_slot,
+            "kv_now": self.kv_now,
         }
 
 
@@ -85,7 +108,9 @@ def memory_budget(settings: EngineSettings, device: torch.device) -> int:
     return int(psutil.virtual_memory().available * CPU_BUDGET_SHARE)
 
 
-def pick_max_num_seqs(settings: EngineSettings, device: torch.device, left: int, bytes_per_slot: int) -> int:
+def pick_max_num_seqs(
+    settings: EngineSettings, device: torch.device, left: int, bytes_per_slot: int, elastic: bool
+) -> int:
     """Most requests at once: as told, else what memory, device and the rows of a forward can serve.
 
     Args:
@@ -93,6 +118,7 @@ def pick_max_num_seqs(settings: EngineSettings, device: torch.device, left: int,
         device: Where requests run.
         left: Bytes that weights and adapters leave.
         bytes_per_slot: K and V of one token over all layers.
+        elastic: Whether all of that can be the pool's at times.
 
     Raises:
         ValueError: A forward could not hold one row of every request, so prompts might never get one.
@@ -107,7 +133,7 @@ def pick_max_num_seqs(settings: EngineSettings, device: torch.device, left: int,
         return settings.max_num_seqs
     if device.type == "cpu":
         return min(CPU_MAX_NUM_SEQS, most_rows)
-    pool = settings.kv_cache_memory_bytes or int(left * (1 - CUDA_TRAINING_SHARE))
+    pool = settings.kv_cache_memory_bytes or (left if elastic else int(left * (1 - FIXED_TRAINING_SHARE)))
     fitting = pool // bytes_per_slot // MEAN_REQUEST_TOKENS
     return min(MAX_NUM_SEQS, most_rows, max(MIN_NUM_SEQS, fitting // MIN_NUM_SEQS * MIN_NUM_SEQS))
 
@@ -161,7 +187,7 @@ def make_plan(
         MemoryPlanError: Nothing usable is left for the pool.
     """
     left = budget - sum(fixed.values())
-    kv_bytes = left if elastic else int(left * (1 - CUDA_TRAINING_SHARE))
+    kv_bytes = left if elastic else int(left * (1 - FIXED_TRAINING_SHARE))
     if settings.kv_cache_memory_bytes is not None:
         kv_bytes = settings.kv_cache_memory_bytes
     slots = min(max_slots, max(0, kv_bytes) // bytes_per_slot)
@@ -175,7 +201,8 @@ def make_plan(
     return MemoryPlan(
         budget=budget,
         kv_slots_max=slots,
-        kv_slots_now=slots,
+        kv_now=slots * bytes_per_slot,
+        kv_min=(MIN_SLOTS if elastic else slots) * bytes_per_slot,
         bytes_per_slot=bytes_per_slot,
         elastic=elastic,
         **fixed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import logging
 import os
 import secrets
@@ -33,8 +34,10 @@ from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.statistics import Counters, StatisticsSource
 from fineinfer.engine.training_host import TrainingHost
 from fineinfer.ipc import Router
+from fineinfer.memory.cuda_memory import open_driver
+from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
-from fineinfer.memory.host import set_malloc_thresholds, trim_heap
+from fineinfer.memory.host import set_malloc_thresholds
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
 from fineinfer.messages import EngineInfo, FromEngine, ToEngine
@@ -107,8 +110,10 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
     left = budget - weights - adapters.stacks.num_bytes
+    driver = open_driver(device)
+    elastic = device.type == "cpu" or driver is not None
     limits = SchedulerLimits(
-        pick_max_num_seqs(settings, device, left, kv_spec.bytes_per_slot),
+        pick_max_num_seqs(settings, device, left, kv_spec.bytes_per_slot, elastic),
         settings.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS[device.type],
         settings.deferral_bound_s,
         DEFAULT_MAX_MIXED_TOKENS[device.type],
@@ -116,20 +121,22 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     backend = pick_backend(settings, device)
     parts = RunnerParts(model.decoder, adapters, limits, device, backend, settings.enforce_eager)
     parts, workspace = fit_serving(settings, parts, max_model_len, kv_spec, left)
-    trim_heap()
+    gc.collect()
+    return_freed_memory(device)  # of the dry run: the pool takes it
     fixed = {"weights": weights, "workspace": workspace, "adapters": adapters.stacks.num_bytes}
     max_slots = limits.max_num_seqs * max_model_len
-    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic=device.type == "cpu")
+    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic)
+    pool = KVPool(kv_spec, plan.kv_slots_max, device, driver)
     kv_cache = KVCache(
-        plan.kv_slots_now,
+        pool.slots_within(plan.pool_room),
         limits.max_num_seqs,
-        min(max_model_len, plan.kv_slots_max),
-        pool=KVPool(kv_spec, plan.kv_slots_max, device),
+        min(max_model_len, pool.max_slots),
+        pool=pool,
         # the base of dynamic RoPE depends on the whole prompt, so its keys serve no other prompt
         keep_prefixes=not settings.no_enable_prefix_caching and not model.decoder.rope.needs_lengths,
     )
     base = Base(model, adapters, max_model_len, device, parts)
-    return wire(settings, token, base, kv_cache, plan)
+    return wire(settings, token, base, kv_cache, plan.with_pool(pool))
 
 
 def pick_device(name: str) -> torch.device:
@@ -155,7 +162,7 @@ def lease_plan(plan: MemoryPlan) -> MemoryGovernor:
     """
     governor = MemoryGovernor(plan.budget)
     owners = {"weights": plan.weights, "workspace": plan.workspace, "adapters": plan.adapters}
-    for owner, size in (owners | {KV: plan.kv_slots_now * plan.bytes_per_slot}).items():
+    for owner, size in (owners | {KV: plan.kv_now}).items():
         if not governor.lease(owner, size):
             raise MemoryPlanError(f"the memory plan exceeds its budget at {owner}: {plan.as_dict()}")
     return governor

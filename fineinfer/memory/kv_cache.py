@@ -45,7 +45,7 @@ class KVCache:
     ) -> None:
         if pool is not None:
             max_slots = pool.max_slots if max_slots is None else min(max_slots, pool.max_slots)
-            pool.resize(num_slots)
+            num_slots = pool.resize(num_slots)
         self.max_slots = num_slots if max_slots is None else max_slots
         self.allocator = SlotAllocator(self.max_slots, num_slots)
         self.table = RequestTable(max_rows, max_len)
@@ -222,19 +222,18 @@ class KVCache:
         """Map memory and raise the number of slots to n, at most ``max_slots``; never lowers it.
 
         Returns:
-            The number of slots there are now.
+            The number of slots there are now: fewer than n where memory comes in large steps or is gone.
         """
         n = min(n, self.max_slots)
         if n > self.num_slots:
-            if self.pool is not None:
-                self.pool.resize(n)
-            self.allocator.resize(n)
+            self.allocator.resize(n if self.pool is None else self.pool.resize(n))
         return self.num_slots
 
     def shrink_to(self, n: int) -> int:
         """Move live slots below the line ``max(n, num_used)``, then unmap what lies above it.
 
-        Rows that are one run stay one where a gap below the line holds them. A pool that cannot be resized stays as is.
+        The line is raised to a size that the pool can have. Rows that are one run stay one where a gap below the line
+        holds them. A pool that cannot be resized stays as is.
 
         Returns:
             The number of slots there are now.
@@ -242,23 +241,27 @@ class KVCache:
         if self.prefixes is not None and self.num_used > n:  # the first to give memory back
             self.prefixes.evict(self.num_used - n)
         line = max(n, self.num_used)
+        if self.pool is not None:
+            line = self.pool.round_up(line)
         if line >= self.num_slots or not (self.pool is None or self.pool.elastic):
             return self.num_slots
         for row in self.table.open_rows():
             self._drop_claim(row, self.table.length(row))
         self.allocator.resize(line)
-        self._move_runs(line)
+        copies = _Copies(self.pool, self.max_slots)
+        self._move_runs(line, copies)
         stranded = self.allocator.stranded()
         if stranded.size:
             target = self.allocator.alloc(stranded.size)
             if target is None:
                 raise IntegrityError("fewer free slots below the line than live slots above it")
-            self._move(stranded, target)
+            self._move(stranded, target, copies)
             self._rewrite_table(stranded, target)
         for row in self.table.open_rows():
             start, length = self._run_starts[row], self.table.length(row)
             if start is not None:
                 self.allocator.claim(start + length, self._expected[row] - length)
+        copies.flush()
         if self.pool is not None:
             self.pool.resize(line)
         return line
@@ -320,7 +323,7 @@ class KVCache:
         if start is not None:
             self.allocator.release_claim(start + length)
 
-    def _move_runs(self, line: int) -> None:
+    def _move_runs(self, line: int, copies: _Copies) -> None:
         """Move rows that are one run across or above the line as a whole, where an open gap below holds them."""
         for row in self.table.open_rows():
             start, length = self._run_starts[row], self.table.length(row)
@@ -331,13 +334,12 @@ class KVCache:
                 continue  # another row has them too: leave these to the general rewrite
             target = self.allocator.alloc_contiguous(length)
             if target is not None:
-                self._move(source, target)
+                self._move(source, target, copies)
                 self.table.slots[row, :length] = target
                 self._run_starts[row] = target.start
 
-    def _move(self, source: SlotIds, target: SlotIds) -> None:
-        if self.pool is not None:
-            self.pool.move(source, target)
+    def _move(self, source: SlotIds, target: SlotIds, copies: _Copies) -> None:
+        copies.add(source, target)
         self.allocator.move(source, target)
         self.epoch += 1
 
@@ -358,3 +360,29 @@ class KVCache:
         slots = self.slots(row)
         is_run = len(slots) > 0 and bool((np.diff(slots) == 1).all())
         self._run_starts[row] = int(slots[0]) if is_run else None
+
+
+class _Copies:
+    """The copies of one shrink, joined as far as their order allows: each costs a launch a layer on a GPU.
+
+    No slot is moved twice in a shrink, but a row may move to slots that one before it has left.
+    """
+
+    def __init__(self, pool: KVPool | None, num_slots: int) -> None:
+        self._pool = pool
+        self._left = np.zeros(num_slots, dtype=bool)  # slots whose content is still to be copied away
+        self._sources: list[SlotIds] = []
+        self._targets: list[SlotIds] = []
+
+    def add(self, source: SlotIds, target: SlotIds) -> None:
+        if self._left[target].any():
+            self.flush()
+        self._left[source] = True
+        self._sources.append(source)
+        self._targets.append(target)
+
+    def flush(self) -> None:
+        if self._pool is not None and self._sources:
+            self._pool.move(np.concatenate(self._sources), np.concatenate(self._targets))
+        self._left[:] = False
+        self._sources, self._targets = [], []

@@ -19,6 +19,12 @@ NUM_FIELDS = 7
 Fields = np.ndarray  # [NUM_FIELDS, num_rows] int32
 
 
+def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array from which a copy to the device need not wait."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 class InputBuffer:
     """One int32 array on the device and pinned ones on the host that take turns in filling it.
 

@@ -30,6 +30,7 @@ from fineinfer.runner.device_batch import (
     DeviceBatch,
     InputBuffer,
     lay_out,
+    pinned,
 )
 from fineinfer.runner.device_sampler import DeviceSampler, SampledRows
 from fineinfer.runner.prompt_logprobs import collect_prompt_logprobs, wants_prompt_logprobs
@@ -151,6 +152,7 @@ class DeviceRunner:
         """Compile every kernel that an uncaptured step can ask for, so that no request waits for a compiler."""
         tiles = torch.zeros(1, 4, dtype=torch.int32, device=self._device)  # padding
         lora_tile = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
+        self._pool.move([0], [1])  # no request has slots yet
         with torch.inference_mode():
             for adapted, tile_rows in ((False, SMALL_LORA_TILE), (True, SMALL_LORA_TILE), (True, LARGE_LORA_TILE)):
                 num_rows = self._ids.shape[0]
@@ -351,21 +353,18 @@ class DeviceRunner:
             return
         slots = self._kv.slots(row)[: chunk.start]
         tokens = np.array(chunk.sequence.tokens(0, chunk.start), dtype=np.int32)
-        both = torch.from_numpy(np.stack((slots, tokens)))
-        if self._device.type == "cuda":
-            both = both.pin_memory()
-        self._tables[:, row, : chunk.start].copy_(both, non_blocking=True)
+        self._tables[:, row, : chunk.start].copy_(pinned(np.stack((slots, tokens)), self._device), non_blocking=True)
 
     def _follow_moves(self) -> None:
-        """Copy the table of open rows again after live slots have moved."""
+        """Copy the slot table again after live slots have moved: behind the steps in flight and the move itself."""
         if self._epoch == self._kv.epoch:
             return
         self._epoch = self._kv.epoch
-        for row in self._kv.table.open_rows():
-            slots = torch.from_numpy(self._kv.slots(row).copy())
-            if self._device.type == "cuda":
-                slots = slots.pin_memory()
-            self._tables[0, row, : len(slots)].copy_(slots, non_blocking=True)
+        table = self._kv.table
+        rows = table.open_rows()
+        if rows:  # closed rows between them go along
+            part = np.s_[: rows[-1] + 1, : max(map(table.length, rows))]
+            self._tables[0][part].copy_(pinned(table.slots[part].copy(), self._device), non_blocking=True)
 
     def _event(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":

@@ -20,6 +20,8 @@ from fineinfer.memory.elastic_buffer import ElasticBuffer
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
 
+from .fake_memory_driver import FakeDriver
+
 NUM_OPERATIONS = 50_000
 MAX_SLOTS, MAX_ROWS, MAX_LEN = 96, 8, 64
 # 512 bytes a slot and layer: 96 slots are 12 pages, so fronts fall on page borders and inside pages.
@@ -31,11 +33,13 @@ done: collections.Counter[str] = collections.Counter()
 class CacheMachine(RuleBasedStateMachine):
     """The model: for each open row the tags its slots must hold."""
 
-    @initialize(num_slots=st.integers(0, MAX_SLOTS))
+    driver: FakeDriver | None = None
+
+    @initialize(num_slots=st.integers(0, MAX_SLOTS - 2))
     def create(self, num_slots: int) -> None:
-        self.pool = KVPool(SPEC, MAX_SLOTS)
+        self.pool = KVPool(SPEC, MAX_SLOTS, driver=self.driver)
         self.cache = KVCache(num_slots, MAX_ROWS, MAX_LEN, pool=self.pool)
-        self.views = [self.pool.layer(i).view(MAX_SLOTS, -1).numpy() for i in range(SPEC.num_layers)]
+        self.views = [self.pool.layer(i).flatten(1).numpy() for i in range(SPEC.num_layers)]
         self.rows: dict[int, list[float]] = {}
         self.num_owners = 0
         self.owners: dict[int, int] = {}
@@ -89,14 +93,18 @@ class CacheMachine(RuleBasedStateMachine):
 
     def grow(self, a: int, b: int) -> None:
         old, target = self.cache.num_slots, self.cache.num_slots + a % 48
-        assert self.cache.grow_to(target) == min(target, MAX_SLOTS)
+        now = self.cache.grow_to(target)
+        if self.driver is None:
+            assert now == min(target, MAX_SLOTS)
+        else:  # as far as whole handles go
+            assert old <= now <= target and (now == self.pool.max_slots or self.pool.round_up(now + 1) > target)
         for i in range(SPEC.num_layers):
             assert not self.pool.layer(i)[old : self.cache.num_slots].any(), "newly mapped memory is not zero"
 
     def shrink(self, a: int, b: int) -> None:
         old, used, epoch = self.cache.num_slots, self.cache.num_used, self.cache.epoch
         target = used + a % 32 - 4  # tight, so that most shrinks must move something
-        assert self.cache.shrink_to(target) == min(old, max(target, used))
+        assert self.cache.shrink_to(target) == min(old, self.pool.round_up(max(target, used)))
         done["shrinks that moved"] += self.cache.epoch > epoch
 
     OPERATIONS = (append, open_row, append, append_all, fork, close, grow, shrink)
@@ -115,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check_integrity()
         assert self.cache.num_slots == self.pool.num_slots
-        assert self.pool.mapped_bytes == self.cache.num_slots * SPEC.bytes_per_slot
+        assert self.pool.mapped_bytes == self.pool.bytes_for(self.cache.num_slots)
         slots, tags = [], []
         for row, row_tags in self.rows.items():
             row_slots = self.cache.slots(row).tolist()
@@ -135,6 +143,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.close_row(row)
             assert self.cache.num_used == 0 and self.cache.num_free == self.cache.num_slots
             self.cache.check_integrity()
+            if self.driver is not None:
+                self.driver.check()
 
     def _pick(self, a: int) -> int | None:
         return sorted(self.rows)[a % len(self.rows)] if self.rows else None
@@ -148,7 +158,16 @@ class CacheMachine(RuleBasedStateMachine):
                 view[slots[position]] = tags[-1]
 
 
-def _explore(num_operations: int) -> int:
+class HandleMachine(CacheMachine):
+    """The same over memory that comes in handles of two and a half slots."""
+
+    @initialize(num_slots=st.integers(0, MAX_SLOTS - 2))
+    def create(self, num_slots: int) -> None:
+        self.driver = FakeDriver(5 * SPEC.bytes_per_layer_slot // 2)
+        super().create(num_slots)
+
+
+def _explore(num_operations: int, machine: type[CacheMachine] = CacheMachine) -> int:
     """Run fresh programs until the given number of operations is done; returns how many."""
     done.clear()
     names = {operation.__name__ for operation in CacheMachine.OPERATIONS}
@@ -161,19 +180,22 @@ def _explore(num_operations: int) -> int:
         suppress_health_check=list(HealthCheck),
     )
     while (total := sum(done[name] for name in names)) < num_operations:
-        run_state_machine_as_test(CacheMachine, settings=batch)
+        run_state_machine_as_test(machine, settings=batch)
     return total
 
 
-def test_no_sequence_of_operations_loses_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("machine", "num_operations"), [(CacheMachine, NUM_OPERATIONS), (HandleMachine, 10_000)])
+def test_no_sequence_of_operations_loses_a_token(
+    capsys: pytest.CaptureFixture[str], machine: type[CacheMachine], num_operations: int
+) -> None:
     start_s = time.process_time()
-    total = _explore(NUM_OPERATIONS)
+    total = _explore(num_operations, machine)
     cpu_s = time.process_time() - start_s
     with capsys.disabled():
         print(f"\n{total} operations in {cpu_s:.0f} CPU seconds, 0 violations: {dict(sorted(done.items()))}")
-    assert total >= NUM_OPERATIONS
-    assert all(done[operation.__name__] > NUM_OPERATIONS // 50 for operation in CacheMachine.OPERATIONS)
-    assert done["shrinks that moved"] > NUM_OPERATIONS // 100
+    assert total >= num_operations
+    assert all(done[operation.__name__] > num_operations // 50 for operation in CacheMachine.OPERATIONS)
+    assert done["shrinks that moved"] > num_operations // 100
 
 
 def test_the_machine_notices_a_lost_token(monkeypatch: pytest.MonkeyPatch) -> None:
