@@ -16,7 +16,7 @@ from fineinfer.kernels.reference_training import Expansion
 
 # A tile is never smaller than the number of threads: a value held by two could be read by the second after the first
 # has written over it.
-_ROWS, _COLUMNS, _NUM_WARPS = 64, 64, 4
+_ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4  # 256 bytes of a row of bf16 side by side
 _RANKS = 16  # of one product; larger ranks take several, so that one compiled kernel serves them all
 
 

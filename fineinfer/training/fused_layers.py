@@ -164,7 +164,8 @@ class FusedLayers:
         self._add_grad_a(layer, "o", grad_xa, kept.attended)
         grad_qkv = self._attention_backward(layer, kept, segments, grad_attended)
         if layer == 0:  # nobody needs the gradient of its input
-            self._adapter_backward(layer, "qkv", grad_qkv, kept.xa_qkv, x)
+            grad_xa = self._grad_xa(layer, "qkv", grad_qkv, kept.xa_qkv)
+            self._add_grad_a(layer, "qkv", grad_xa, ops.rms_norm(x, weights.attention_norm, eps))
             return None
         grad_h, grad_xa = self._linear_backward(layer, "qkv", grad_qkv, kept.xa_qkv, weights.qkv)
         h = ops.rms_norm_backward(grad_h, x, weights.attention_norm, eps, grad_stream)
@@ -175,15 +176,6 @@ class FusedLayers:
         """What ``forward`` saved, once more; the last base product is not needed for it."""
         saved, h = self._upto_activation(layer, x, segments)
         return saved._replace(xa_down=self._xa(layer, "down", h))
-
-    def _adapter_backward(
-        self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None, x: torch.Tensor
-    ) -> None:
-        """Gradients of the first layer's first block, whose input is the norm of ``x``."""
-        grad_xa = self._grad_xa(layer, name, grad, xa)
-        if grad_xa is not None:
-            weight = self._decoder.weights(layer).attention_norm
-            self._add_grad_a(layer, name, grad_xa, self._ops.rms_norm(x, weight, self._decoder.spec.rms_norm_eps))
 
     def _linear_backward(
         self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None, weight: torch.Tensor
@@ -196,6 +188,7 @@ class FusedLayers:
         return grad_x.addmm_(grad, weight), grad_xa
 
     def _grad_xa(self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient of ``x A^T``; adds the gradient of B."""
         if xa is None:
             return None
         grad_xa = torch.empty_like(xa)
@@ -206,6 +199,7 @@ class FusedLayers:
         return grad_xa
 
     def _add_grad_a(self, layer: int, name: str, grad_xa: torch.Tensor | None, x: torch.Tensor) -> None:
+        """Add the gradient of A, given that of ``x A^T``."""
         if grad_xa is not None:
             add_product(self._blocks[layer, name].grad_a, grad_xa.t(), x, 1.0)
 
