@@ -1,6 +1,6 @@
 """How long memory takes to move between the KV pool and training: mapping by handle size, shrinking, growing.
 
-    python benchmarks/memory.py [--gib 4] [--pool-gib 16] [--repeats 5]
+    python benchmarks/memory.py [--gib 4] [--pool-gib 48] [--repeats 5]
 
 The pool is that of the 8B model. First table (CUDA): ms to map and unmap --gib by size of the handles, through the
 product's own ranges, zeroing included. Second: the real pool, cache and ladder, with live rows to move: ms until the
@@ -122,7 +122,7 @@ def through_the_ladder(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=4.0, help="what moves")
-    parser.add_argument("--pool-gib", type=float, default=16.0)
+    parser.add_argument("--pool-gib", type=float, default=48.0)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

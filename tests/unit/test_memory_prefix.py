@@ -25,6 +25,9 @@ class TaggedPool:
         self.max_slots, self.num_slots = max_slots, 0
         self.content: dict[int, tuple[object, ...]] = {}
 
+    def round_up(self, num_slots: int) -> int:
+        return num_slots
+
     def resize(self, num_slots: int) -> int:
         self.content = {slot: tag for slot, tag in self.content.items() if slot < num_slots}
         self.num_slots = num_slots
