@@ -153,7 +153,7 @@ class Scheduler:
         if opened is None:
             return False
         sequence.row, sequence.num_computed = opened
-        sequence.num_cached = sequence.num_computed
+        sequence.num_cached = sequence.num_proven = sequence.num_computed
         self.num_prefix_queries += sequence.num_tokens
         self.num_prefix_hits += sequence.num_cached
         return True
@@ -207,7 +207,7 @@ class Scheduler:
         """Give up a request's KV; it keeps its place at the head of the queue and is recomputed later."""
         self._close(sequence)
         self.running.remove(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_proven = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         position = sum(1 for other in self.waiting if other.arrival_s <= sequence.arrival_s)
@@ -226,6 +226,8 @@ class Scheduler:
         """Record that a launched chunk ran, which token its last row chose, and when that was known."""
         sequence = chunk.sequence
         sequence.num_in_flight -= chunk.samples
+        # of a row that it has lost since, nothing counts: then num_computed is 0 or counts from anew
+        sequence.num_proven = min(max(sequence.num_proven, chunk.start + chunk.length), sequence.num_computed)
         if token_id is not None:
             sequence.output.append(token_id)
             sequence.last_token_s = now_s
@@ -236,8 +238,11 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
+        failed = reason is FinishReason.ERROR  # its keys and values may not be finite, nor what it shared
+        if failed and self._kv.prefixes is not None:
+            self._kv.prefixes.forget(_prefix_key(sequence))
         if sequence.row is not None:
-            self._close(sequence, keep=reason is not FinishReason.ERROR)  # its keys and values may not be finite
+            self._close(sequence, keep=not failed)
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
@@ -262,7 +267,7 @@ class Scheduler:
         """Give up a request's row; with ``keep`` what it has computed stays as long as nobody needs the memory."""
         if sequence.row is None:
             return
-        num_known = min(sequence.num_computed, len(sequence.prompt) + len(sequence.output))
+        num_known = min(sequence.num_proven, len(sequence.prompt) + len(sequence.output))
         tokens = np.array(sequence.tokens(0, num_known), dtype=np.int32) if keep else None
         self._kv.close_row(sequence.row, _prefix_key(sequence), tokens)
         sequence.row = None

@@ -26,8 +26,9 @@ class Sequence:
         output: Generated token ids.
         row: Request table row while it holds KV; None while waiting.
         num_computed: Tokens whose K and V are in the pool once every launched step has run.
+        num_proven: Of these, tokens of steps that have ended with finite logits: what later requests may share.
         num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
-        num_cached: Of these, tokens that the prefix cache had when it was admitted last.
+        num_cached: Computed tokens that the prefix cache had when it was admitted last.
         num_preemptions: Times its KV was given up and must be recomputed.
         first_scheduled_s: When its first slice was planned.
         first_token_s: When its first token was committed.
@@ -52,6 +53,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     row: int | None = None
     num_computed: int = 0
+    num_proven: int = 0
     num_cached: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
