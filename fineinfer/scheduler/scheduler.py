@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason
 from fineinfer.scheduler.admission import LengthPredictor, peak_tokens
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.policy import LoadState, Policy
+from fineinfer.scheduler.rows import SequenceRows
 from fineinfer.scheduler.sequence import Sequence
 from fineinfer.scheduler.slo import LoadFree, SloPolicy
 
@@ -67,11 +66,11 @@ class Scheduler:
         self._policy = policy
         self._latency = LatencyModel() if latency is None else latency
         self._last_unit_s = 0.0
+        self.rows = SequenceRows(kv_cache)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.predictor = LengthPredictor()
         self.num_preemptions = 0
-        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up, tokens found
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. It has been checked to fit the pool's maximum."""
@@ -130,33 +129,12 @@ class Scheduler:
             peak = peak_tokens((s.num_tokens for s in members), (self.predictor.predict_left(s) for s in members))
             if peak > self._kv.num_slots:
                 return min(peak, self._kv.max_slots) - self._kv.num_slots
-            if not self._open_row(candidate):
+            if not self.rows.open(candidate, self.predictor.predict_left(candidate)):
                 return 0
             if candidate.first_scheduled_s is None:
                 candidate.first_scheduled_s = now_s
             self.running.append(self.waiting.popleft())
         return 0
-
-    def _open_row(self, sequence: Sequence) -> bool:
-        """Open a row that begins with what the prefix cache has of the sequence; False if no row is free.
-
-        Slots come with the chunks, so none is held before its token exists; the room keeps them contiguous.
-        """
-        room = sequence.num_tokens + self.predictor.predict_left(sequence)
-        opened: tuple[int, int] | None
-        if sequence.sampling.prompt_logprobs is None:
-            tokens = np.array(sequence.tokens(0, sequence.num_tokens), dtype=np.int32)
-            opened = self._kv.open_row_from(_prefix_key(sequence), tokens, room)
-        else:  # every row of its prompt has to run
-            row = self._kv.open_row(0, room)
-            opened = None if row is None else (row, 0)
-        if opened is None:
-            return False
-        sequence.row, sequence.num_computed = opened
-        sequence.num_cached = sequence.num_proven = sequence.num_computed
-        self.num_prefix_queries += sequence.num_tokens
-        self.num_prefix_hits += sequence.num_cached
-        return True
 
     def _fill(self) -> tuple[list[Chunk], list[Sequence]]:
         """Decode rows of all, then prefill chunks in order of admission, within the row budget and the pool."""
@@ -205,9 +183,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a request's KV; it keeps its place at the head of the queue and is recomputed later."""
-        self._close(sequence)
+        self.rows.close(sequence)
         self.running.remove(sequence)
-        sequence.num_computed = sequence.num_proven = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         position = sum(1 for other in self.waiting if other.arrival_s <= sequence.arrival_s)
@@ -238,14 +215,8 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        failed = reason is FinishReason.ERROR  # its keys and values may not be finite, nor what it shared
-        if failed and self._kv.prefixes is not None:
-            self._kv.prefixes.forget(_prefix_key(sequence))
-        if sequence.row is not None:
-            self._close(sequence, keep=not failed)
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        (self.waiting if sequence.row is None else self.running).remove(sequence)
+        (self.rows.discard if reason is FinishReason.ERROR else self.rows.close)(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.predictor.record(sequence.adapter_name, len(sequence.output))
             self._observe(sequence)
@@ -262,16 +233,3 @@ class Scheduler:
         )
         tpot_s = (last_s - first_s) / gaps if gaps > 0 else None
         self._policy.observe_request(first_s - sequence.arrival_s, tpot_s, alone, self.training_s(sequence))
-
-    def _close(self, sequence: Sequence, keep: bool = True) -> None:
-        """Give up a request's row; with ``keep`` what it has computed stays as long as nobody needs the memory."""
-        if sequence.row is None:
-            return
-        num_known = min(sequence.num_proven, len(sequence.prompt) + len(sequence.output))
-        tokens = np.array(sequence.tokens(0, num_known), dtype=np.int32) if keep else None
-        self._kv.close_row(sequence.row, _prefix_key(sequence), tokens)
-        sequence.row = None
-
-
-def _prefix_key(sequence: Sequence) -> tuple[str | None, str | None]:
-    return sequence.adapter_version, sequence.cache_salt
