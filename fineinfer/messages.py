@@ -24,6 +24,7 @@ class AddRequest(_Message, kw_only=True, frozen=True):
     sampling: SamplingParams
     adapter: str | None = None
     cache_salt: str | None = None  # prefixes are shared only with requests of the same salt
+    priority: int = 0  # lower is served earlier; 0 is interactive, above is batch
     arrival_s: float  # time.monotonic() of the api worker; one clock for all processes of a machine
 
 

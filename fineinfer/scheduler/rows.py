@@ -54,7 +54,7 @@ class SequenceRows:
         self._close(sequence, np.array(sequence.tokens(0, num_known), dtype=np.int32))
 
     def discard(self, sequence: Sequence) -> None:
-        """Take a failed sequence's row: its keys and values may not be finite, nor what it has left or shared before."""
+        """Take a failed sequence's row: its keys and values may not be finite, nor what it left or shared before."""
         if self._kv.prefixes is not None:
             self._kv.prefixes.forget(_prefix_key(sequence))
         self._close(sequence, None)

@@ -11,7 +11,7 @@ import pytest
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler import scheduler as scheduler_module
-from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor
+from fineinfer.scheduler.admission import LengthPredictor
 from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import BACKLOG_STEPS, Scheduler, SchedulerLimits, TrainingState
@@ -23,11 +23,11 @@ NUM_SEEDS, NUM_TURNS = 40, 150
 
 
 class Hopeful(LengthPredictor):
-    """Expects the next two tokens to be the last, until a request was preempted often."""
+    """Expects the next two tokens to be the last."""
 
-    def predict_left(self, sequence: Sequence) -> int:
-        left = super().predict_left(sequence)
-        return left if sequence.num_preemptions >= MAX_PREEMPTIONS else min(2, left)
+    def predict(self, sequence: Sequence) -> tuple[int, int]:
+        median, most = super().predict(sequence)
+        return min(2, median), min(2, most)
 
 
 def token_of(sequence: Sequence, index: int) -> int:
@@ -256,7 +256,7 @@ def test_a_chunk_that_chooses_nothing_leaves_no_token_in_flight() -> None:
 
 
 def test_a_preempted_request_waits_for_its_tokens_and_is_computed_with_them() -> None:
-    scheduler, kv = make(num_slots=23)
+    scheduler, kv = make(num_slots=24)
     scheduler.predictor = Hopeful()
     old, young = add(scheduler, "0", 10, 12), add(scheduler, "1", 8, 12)
     steps = [launch(scheduler), launch(scheduler)]
@@ -301,7 +301,7 @@ def cached(kv: KVCache, sequence: Sequence) -> int:
     return len(kv.prefixes.match((None, None), np.array(sequence.tokens(0, sequence.num_tokens), dtype=np.int32)))
 
 
-def make_caching(num_slots: int = 23) -> tuple[Scheduler, KVCache]:
+def make_caching(num_slots: int = 24) -> tuple[Scheduler, KVCache]:
     kv = KVCache(num_slots, 8, num_slots, keep_prefixes=True)
     scheduler = Scheduler(kv, SchedulerLimits(8, 64, 1.0), POLICIES["inference-first"])
     scheduler.predictor = Hopeful()
