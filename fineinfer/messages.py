@@ -102,6 +102,7 @@ class StartJob(_Message, kw_only=True, frozen=True):
     job_dir: str
     adapters_dir: str
     dataset_sha256: str
+    device_s: float = 0.0  # what the job has used of the device before this engine process
 
 
 class CancelJob(_Message, kw_only=True, frozen=True):
@@ -232,6 +233,7 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     prefix_queries_total: int = 0  # tokens looked up in it
     prefix_hits_total: int = 0  # and found
     train_device_s_total: float = 0.0  # seconds that training slices took
+    train_job_device_s: float = 0.0  # seconds that the running job has used in all, engines before this one included
     kept_layers_dropped_total: int = 0
     kv_resizes_total: int = 0
     adapters: list[str] = []  # names with a current version
@@ -266,6 +268,13 @@ class JobProgress(_Message, kw_only=True, frozen=True):
     processed_tokens: int  # so far, all tokens
     tokens_per_s: float
     eta_s: float
+
+
+class JobUsage(_Message, kw_only=True, frozen=True):
+    """Seconds of the device that a job has used in all; sent now and then and when the engine lets go of it."""
+
+    job_id: str
+    device_s: float
 
 
 class JobCheckpoint(_Message, kw_only=True, frozen=True):
@@ -341,8 +350,8 @@ ToEngine = (
     | ResizeKV | SetBudget | Drain
 )  # fmt: skip
 FromEngine = (
-    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobCheckpoint | JobEnded | JobNote
-    | AdapterRejected | Drained
+    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobUsage | JobCheckpoint | JobEnded
+    | JobNote | AdapterRejected | Drained
 )  # fmt: skip
 ToApi = EngineUp | EngineDown | ShuttingDown
 FromApi = Hello | StoreChanged

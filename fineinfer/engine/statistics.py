@@ -71,6 +71,7 @@ class StatisticsSource:
             train_eta_s=None if progress is None else progress.eta_s,
             train_yielded_s_total=training.yielded_s,
             train_device_s_total=self.latency.trained_s,
+            train_job_device_s=training.job_device_s,
             kept_layers_dropped_total=self.ladder.num_dropped_layers,
             kv_resizes_total=self.ladder.num_resizes,
             adapters=adapters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -11,7 +12,7 @@ import torch
 
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
-from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, StartJob
+from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
@@ -21,6 +22,7 @@ from fineinfer.training.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 RATE_UPDATES = 16  # the rate shown is the mean over this many updates
+USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
 LAUNCH_AHEAD = 2  # units in flight on a GPU: a host wait after every unit costs 0.5 ms of a 1.4 to 2.7 ms unit
 
 
@@ -48,6 +50,7 @@ class TrainingHost:
         self.trainer: Trainer | None = None
         self.last_progress: JobProgress | None = None
         self.total_tokens = 0
+        self.job_device_s = self._reported_s = 0.0  # what the job has used of the device, and as last reported
         self.yielded_s = 0.0
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RATE_UPDATES)  # (when, step, tokens) of updates
         self._last_unit_s: float | None = None
@@ -61,6 +64,7 @@ class TrainingHost:
                 self._ended(message.job_id, "failed", "job_state_conflict", "another job is running")
             return
         self.job = message
+        self.job_device_s = self._reported_s = message.device_s
         try:
             trainer = Trainer(self._decoder, message, keep_policy=self._keep)
             self.trainer = trainer
@@ -143,21 +147,35 @@ class TrainingHost:
             self.yielded_s += max(0.0, now_s - self._last_unit_s)
         if self._device.type == "cpu":
             report = trainer.advance()
-            self._latency.observe(report.kind, report.num_tokens, time.perf_counter() - now_s)
+            self._took(report.kind, report.num_tokens, time.perf_counter() - now_s)
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             report = trainer.advance()
             end.record()
             self._pending.append((report.kind, report.num_tokens, begin, end))
-            while len(self._pending) > LAUNCH_AHEAD:
-                kind, num_tokens, begin, end = self._pending.popleft()
-                end.synchronize()
-                self._latency.observe(kind, num_tokens, 1e-3 * begin.elapsed_time(end))
+            self._wait_for_units(LAUNCH_AHEAD)
         self._last_unit_s = time.perf_counter()
+
+    def _wait_for_units(self, num_left: int) -> None:
+        while len(self._pending) > num_left:
+            kind, num_tokens, begin, end = self._pending.popleft()
+            end.synchronize()
+            self._took(kind, num_tokens, 1e-3 * begin.elapsed_time(end))
+
+    def _took(self, kind: str, num_tokens: int, seconds: float) -> None:
+        self._latency.observe(kind, num_tokens, seconds)
+        self.job_device_s += seconds
+
+    def _report_usage(self) -> None:
+        if self.job is not None and self.job_device_s > self._reported_s:
+            self._outbox.notify(JobUsage(job_id=self.job.job_id, device_s=self.job_device_s))
+            self._reported_s = self.job_device_s
 
     def _report(self, trainer: Trainer) -> None:
         """Send what the unit finished: updates, notes, checkpoints, the job."""
+        if self.job_device_s - self._reported_s >= USAGE_EVERY_S:
+            self._report_usage()
         for progress in trainer.take_progress():
             self.last_progress = self._with_rate(progress)
             self._outbox.notify(self.last_progress)
@@ -193,6 +211,9 @@ class TrainingHost:
         self._ended(job_id, "failed", code, str(error) or type(error).__name__)
 
     def _close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a broken device must not keep a job from ending
+            self._wait_for_units(0)
+        self._report_usage()
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None

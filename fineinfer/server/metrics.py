@@ -145,6 +145,10 @@ class _EngineCollector:
             yield self._family(CounterMetricFamily, name, text, [((), value)])
         owners = [((owner,), float(num_bytes)) for owner, num_bytes in sorted(stats.memory_bytes.items())]
         yield self._family(GaugeMetricFamily, "memory_bytes", "Leased memory by owner.", owners, "owner")
+        if stats.train_job_id is not None:
+            used = [((stats.train_job_id,), stats.train_job_device_s)]
+            text = "Device time that the running job has used in all, engines before this one included."
+            yield self._family(GaugeMetricFamily, "train_job_device_seconds", text, used, "job_id")
         slices = [((kind,), ms / 1e3) for kind, ms in sorted(stats.slice_times_ms.items())]
         yield self._family(GaugeMetricFamily, "slice_time_seconds", "Mean time of a slice by kind.", slices, "kind")
 
