@@ -73,6 +73,7 @@ class StatisticsSource:
             train_device_s_total=self.latency.trained_s,
             train_job_device_s=training.job_device_s,
             kept_layers_dropped_total=self.ladder.num_dropped_layers,
+            ladder_steps_total=dict(self.ladder.steps_taken),
             kv_resizes_total=self.ladder.num_resizes,
             adapters=adapters,
             slice_times_ms=self.latency.averages_ms(),

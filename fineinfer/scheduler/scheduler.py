@@ -42,12 +42,21 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What the scheduler knows of training: counts and seconds, no tensors."""
+    """What the scheduler knows of training: counts and seconds, no tensors.
+
+    Attributes:
+        ready: A unit could run now.
+        update_started: An optimizer update is under way.
+        update_left_s: Estimated seconds of its rest, or of a whole one.
+        unit_s: Of a unit.
+        slots_withheld: Slots that no further request may be admitted to.
+    """
 
     ready: bool = False
     update_started: bool = False
     update_left_s: float = 0.0
     unit_s: float = 0.0
+    slots_withheld: int = 0
 
 
 class Scheduler:
@@ -114,7 +123,7 @@ class Scheduler:
         )
         draft = PlanDraft()
         if turn.admit:
-            self._admit(now_s, draft)
+            self._admit(now_s, draft, self._kv.num_slots - training.slots_withheld)
         if turn.infer:
             self._fill(now_s, draft)
         self._asked = draft.slots_wanted > 0
@@ -126,15 +135,15 @@ class Scheduler:
             self._last_unit_s = now_s
         return StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
 
-    def _admit(self, now_s: float, draft: PlanDraft) -> None:
+    def _admit(self, now_s: float, draft: PlanDraft, num_slots: int) -> None:
         """Move waiting requests that fit to the running list, up to the first that does not."""
         while (candidate := self.waiting.next(now_s)) is not None and not candidate.num_in_flight:
             peak = expected_peak([*self.running, candidate], self.predictor)
             full = len(self.running) >= self._limits.max_num_seqs
-            if full or peak > self._kv.num_slots:
+            if full or peak > num_slots:
                 if not full and self._ask(peak, draft):
                     return
-                victims = self._giving_way(candidate)
+                victims = self._giving_way(candidate, num_slots)
                 if not victims:
                     return
                 for victim in victims:
@@ -153,12 +162,12 @@ class Scheduler:
         draft.slots_wanted = max(draft.slots_wanted, missing)
         return missing > 0 and not self._asked
 
-    def _giving_way(self, candidate: Sequence) -> list[Sequence]:
+    def _giving_way(self, candidate: Sequence, num_slots: int) -> list[Sequence]:
         """Fewest requests of worse priority whose going lets a candidate in, last of rank first; none if not all do."""
         keep, victims = list(self.running), list[Sequence]()
         while keep and keep[-1].num_preemptions < MAX_PREEMPTIONS and keep[-1].priority > candidate.priority:
             victims.append(keep.pop())
-            if expected_peak([*keep, candidate], self.predictor) <= self._kv.num_slots:
+            if expected_peak([*keep, candidate], self.predictor) <= num_slots:
                 return victims
         return []
 
