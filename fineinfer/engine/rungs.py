@@ -79,7 +79,11 @@ class Rungs:
             self._park_bytes_s += RATE_WEIGHT * (num_bytes / seconds - self._park_bytes_s)
 
     def _seconds(self, units: Counter[tuple[str, int]]) -> float:
-        return sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
+        """Of units; a kind that has not been seen yet counts as a forward, which comes first."""
+        estimate = self._latency.estimate
+        return sum(
+            count * (estimate(kind, tokens) or estimate("forward", tokens)) for (kind, tokens), count in units.items()
+        )
 
 
 def cheapest(rungs: list[Rung], num_bytes: int) -> Rung | None:
