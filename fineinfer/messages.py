@@ -24,6 +24,7 @@ class AddRequest(_Message, kw_only=True, frozen=True):
     sampling: SamplingParams
     adapter: str | None = None
     cache_salt: str | None = None  # prefixes are shared only with requests of the same salt
+    priority: int = 0  # lower is served earlier; 0 is interactive, above is batch
     arrival_s: float  # time.monotonic() of the api worker; one clock for all processes of a machine
 
 
@@ -101,6 +102,7 @@ class StartJob(_Message, kw_only=True, frozen=True):
     job_dir: str
     adapters_dir: str
     dataset_sha256: str
+    device_s: float = 0.0  # what the job has used of the device before this engine process
 
 
 class CancelJob(_Message, kw_only=True, frozen=True):
@@ -231,8 +233,10 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     prefix_queries_total: int = 0  # tokens looked up in it
     prefix_hits_total: int = 0  # and found
     train_device_s_total: float = 0.0  # seconds that training slices took
+    train_job_device_s: float = 0.0  # seconds that the running job has used in all, engines before this one included
     kept_layers_dropped_total: int = 0
     kv_resizes_total: int = 0
+    ladder_steps_total: dict[str, int] = {}  # by rung: hold, drop_kept, abort, park, unpark
     adapters: list[str] = []  # names with a current version
     slice_times_ms: dict[str, float] = {}  # moving averages by slice kind
 
@@ -265,6 +269,13 @@ class JobProgress(_Message, kw_only=True, frozen=True):
     processed_tokens: int  # so far, all tokens
     tokens_per_s: float
     eta_s: float
+
+
+class JobUsage(_Message, kw_only=True, frozen=True):
+    """Seconds of the device that a job has used in all; sent now and then and when the engine lets go of it."""
+
+    job_id: str
+    device_s: float
 
 
 class JobCheckpoint(_Message, kw_only=True, frozen=True):
@@ -340,8 +351,8 @@ ToEngine = (
     | ResizeKV | SetBudget | Drain
 )  # fmt: skip
 FromEngine = (
-    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobCheckpoint | JobEnded | JobNote
-    | AdapterRejected | Drained
+    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobUsage | JobCheckpoint | JobEnded
+    | JobNote | AdapterRejected | Drained
 )  # fmt: skip
 ToApi = EngineUp | EngineDown | ShuttingDown
 FromApi = Hello | StoreChanged

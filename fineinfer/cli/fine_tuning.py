@@ -186,6 +186,7 @@ def _show(job: FineTuningJob) -> None:
         "progress": _progress(job),
         "loss": _number(state.get("loss")) if isinstance(state, dict) else None,
         "trained tokens": job.trained_tokens,
+        "device seconds": getattr(job, "device_seconds", None),  # FineInfer's addition, as `progress`
         "error": job.error.message if job.error else None,
     }
     for name, value in lines.items():

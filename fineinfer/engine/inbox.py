@@ -113,6 +113,7 @@ class RequestDesk:
             seed=secrets.randbits(63) if message.sampling.seed is None else message.sampling.seed,
             adapter_name=message.adapter,
             cache_salt=message.cache_salt,
+            priority=message.priority,
         )
 
     def _resolve(self, sequence: Sequence) -> None:

@@ -90,15 +90,18 @@ class EngineLoop:
         self._handle(self.parts.inbox.drain())
         self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
+        trainer, stuck = self.parts.training.trainer, not self.parts.scheduler.running
         worked = self._run_inference(plan)
-        waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
-        if plan.train or (waits_for_training and not worked):
+        wanted = plan.slots_wanted
+        waits_for_training = wanted > 0 and not self.parts.ladder.make_room(wanted, trainer, now_s(), stuck)
+        if plan.train or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
             worked = self.parts.training.run_unit() or worked
             self.parts.counters.training_units += 1
         self._finish_turn()
         return worked
 
     def _finish_turn(self) -> None:
+        self.parts.training.tell(self.parts.ladder.take_steps())
         self.parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
@@ -195,15 +198,6 @@ class EngineLoop:
                 return FinishReason.STOP, None
         ended = len(sequence.prompt) + len(sequence.output) >= sequence.max_total_tokens  # in flight does not count
         return (FinishReason.LENGTH, None) if ended else (None, None)
-
-    def _make_room(self, plan: StepPlan) -> bool:
-        dropped_before = self.parts.ladder.num_dropped_layers
-        enough = self.parts.ladder.make_room(plan.slots_wanted, self.parts.training.trainer, now_s())
-        dropped = self.parts.ladder.num_dropped_layers - dropped_before
-        if dropped:
-            message = f"gave the activations of {dropped} layers to waiting requests; they are recomputed"
-            self.parts.training.note("info", message, layers=dropped)
-        return enough
 
     # ------------------------------------------------------------ everything else
 

@@ -1,6 +1,7 @@
-"""Moves bytes between the KV pool and training: the governor's leases and the first rungs of the ladder.
+"""Moves bytes between the KV pool and training: the governor's leases and the ladder.
 
-When requests wait for slots: hold the next micro-batch, then drop kept layer graphs (they are recomputed in backward).
+When requests wait for slots: hold the next micro-batch and give what lies idle; then the cheapest rung that suffices:
+drop kept layer graphs (they are recomputed in backward), finish or abort the micro-batch, park the job (rungs.py).
 When training wants a micro-batch: the pool shrinks, but never below the peak of the admitted requests.
 """
 
@@ -8,19 +9,25 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 
+from fineinfer.engine.rungs import FINISH, PARK, UNPARK, LadderStep, Rungs, cheapest, take
 from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
-from fineinfer.training.trainer import Trainer
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.parking import ParkableTrainer
 
 logger = logging.getLogger(__name__)
 
 KV = "kv"
 ACTIVATIONS = "training_activations"
 STATE = "training_state"
-HOLD_S = 0.5  # training stays off the memory for this long after the last request waited for it (hysteresis)
+# Hysteresis: training stays off the memory for so long after the last request waited for it; twice as long after each
+# rung that cost work, until CALM_S went by without one.
+HOLD_S, MAX_HOLD_S, CALM_S = 0.5, 8.0, 10.0
+PARK_RETRY_S = 10.0  # after a job could not be parked
 FOLLOW_EVERY_S = 0.05  # while leases exceed a smaller budget: trimming the heap takes milliseconds
 MIN_KV_SLOTS = 64
 
@@ -32,18 +39,39 @@ class MemoryLadder:
         governor: The budget; ``kv`` and the fixed owners are leased already.
         kv_cache: The pool.
         reserved_slots: Peak of the admitted requests, a lease that training cannot take.
+        rungs: What the ways of taking memory from a job cost.
+        keep_floor: A running job keeps the memory of its smallest micro-batch, so that a minimum share of the time is
+            worth something; only a smaller budget takes it, or a request that could not start even alone.
+
+    Attributes:
+        slots_withheld: Slots that no further request may be admitted to, so that a parked job can have its memory.
+        steps_taken: How often each rung was taken, and ``hold`` and ``unpark``.
+        finishing: The micro-batch under way is to go on at once, since requests wait for its end.
     """
 
-    def __init__(self, governor: MemoryGovernor, kv_cache: KVCache, reserved_slots: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        governor: MemoryGovernor,
+        kv_cache: KVCache,
+        reserved_slots: Callable[[], int],
+        rungs: Rungs,
+        keep_floor: bool = False,
+    ) -> None:
         if kv_cache.pool is None:
             raise ValueError("the ladder needs a KV cache with a pool")
         self._governor = governor
         self._kv = kv_cache
         self._pool = kv_cache.pool
         self._reserved_slots = reserved_slots
-        self._hold_until_s = self._next_follow_s = 0.0
-        self._kept_layers = 0
+        self._rungs, self._keep_floor = rungs, keep_floor
+        self._hold_until_s = self._next_follow_s = self._no_park_until_s = self._last_costly_s = 0.0
+        self._hold_s = HOLD_S
+        self._kept_layers = self._floor = 0
         self._growth_goal = 0  # slots that the pool is to have, while it has not come so far
+        self._steps: deque[LadderStep] = deque(maxlen=64)
+        self.steps_taken: Counter[str] = Counter()
+        self.finishing = False
+        self.slots_withheld = 0
         self.num_resizes = 0
         self.num_dropped_layers = 0
 
@@ -51,14 +79,47 @@ class MemoryLadder:
 
     def holding(self, now_s: float) -> bool:
         """Whether no new micro-batch may begin, since requests need the memory."""
-        return now_s < self._hold_until_s
+        return now_s < self._hold_until_s and not self._floor
 
     def lease_state(self, num_bytes: int) -> bool:
         """Lease a job's masters, moments and gradients; False if even the smallest pool leaves too little."""
         self._shrink_kv_for(num_bytes - self._governor.leased(STATE))
         return self._governor.lease(STATE, num_bytes)
 
-    def lease_micro_batch(self, trainer: Trainer) -> bool:
+    def begin_job(self, trainer: ParkableTrainer) -> bool:
+        """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
+        floor = trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
+        missing = trainer.state_bytes + floor - self._governor.leased(STATE) - self._governor.free_bytes
+        left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
+        withheld = max(0, self._kv.num_slots - left) if missing > 0 else 0
+        if withheld > self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots()):
+            self.slots_withheld = withheld
+            return False
+        if not self.lease_state(trainer.state_bytes + floor):
+            return False
+        self.slots_withheld = 0
+        self._governor.lease(STATE, trainer.state_bytes)
+        self._floor = floor if self._keep_floor else 0
+        return self._governor.lease(ACTIVATIONS, self._floor)
+
+    def can_ever_hold(self, trainer: ParkableTrainer) -> bool:
+        """Whether the budget is enough for a job and the smallest pool."""
+        pool = self._pool.bytes_for(MIN_KV_SLOTS) if self._pool.elastic else self._governor.leased(KV)
+        mine = self._governor.leased(STATE) + self._governor.leased(ACTIVATIONS)
+        most = self._governor.free_bytes + self._governor.leased(KV) + mine - pool
+        return trainer.state_bytes + trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens) <= most
+
+    def unpark(self, trainer: ParkableTrainer) -> bool:
+        """Let a parked job have its memory again; False while requests or the budget leave too little."""
+        started_s = time.perf_counter()
+        if not self.begin_job(trainer):
+            return False
+        trainer.unpark()
+        self._note(UNPARK, STATE, trainer.state_bytes, started_s)
+        self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
+        return True
+
+    def lease_micro_batch(self, trainer: ParkableTrainer) -> bool:
         """Lease the activations of the next micro-batch: all layers kept if that fits, else as many as fit.
 
         Returns:
@@ -66,13 +127,16 @@ class MemoryLadder:
         """
         num_tokens = trainer.next_micro_batch_tokens()
         least, most = trainer.bytes_if_recomputed(num_tokens), trainer.bytes_if_all_kept(num_tokens)
+        if not trainer.can_drop:
+            least = most
         held = self._governor.leased(ACTIVATIONS)
-        if held < most:
-            self._shrink_kv_for(most - held)
+        wanted = least if time.monotonic() < self._hold_until_s else most  # requests wait for memory: just its floor
+        if held < wanted:
+            self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
         if available < least:
             return False
-        granted = min(available, most)
+        granted = min(available, wanted)
         if granted > held and not self._governor.lease(ACTIVATIONS, granted):
             return False
         self._kept_layers = (max(held, granted) - least) // max(1, (most - least) // trainer.num_layers)
@@ -84,6 +148,7 @@ class MemoryLadder:
 
     def end_job(self) -> None:
         """Take back all that a job held and let the pool grow into it."""
+        self._floor = self.slots_withheld = 0
         self._governor.release(ACTIVATIONS)
         self._governor.release(STATE)
         return_freed_memory(self._pool.device)
@@ -91,23 +156,35 @@ class MemoryLadder:
 
     # ------------------------------------------------------------ requests ask
 
-    def make_room(self, slots_wanted: int, trainer: Trainer | None, now_s: float) -> bool:
-        """Give waiting requests their slots, cheapest rung first.
+    def make_room(self, slots_wanted: int, trainer: ParkableTrainer | None, now_s: float, stuck: bool = False) -> bool:
+        """Give waiting requests their slots: what lies idle, then by the cheapest rung that suffices.
 
         Args:
-            slots_wanted: Slots missing for the oldest waiting request.
+            slots_wanted: Slots missing for requests.
             trainer: The job that runs, if any.
             now_s: ``time.monotonic()``.
+            stuck: No request runs, so this is the only way for any to start.
 
         Returns:
-            Whether the pool has them now. If not, the running micro-batch must finish first.
+            Whether the pool has them now. If not, the running micro-batch or a request must end first.
         """
         goal = min(self._kv.max_slots, self._kv.num_slots + slots_wanted)
-        self._hold_until_s = now_s + HOLD_S
-        if trainer is None or not trainer.micro_batch_open or self._free_slots() < slots_wanted:
-            self._give_back_activations(trainer)
+        self._hold(now_s)
+        self._release_idle(trainer, self._floor)
+        self.finishing = False
+        wanted = self._pool.bytes_for(goal) - self._pool.held_bytes
+        missing = wanted - max(0, self._governor.free_bytes)
+        if missing > 0 and trainer is not None:
+            floor = 0 if stuck and missing > self._above_floor() else self._floor
+            self._descend(trainer, missing, now_s, floor)
         self.grow_kv(goal)
         return self._kv.num_slots >= goal
+
+    def take_steps(self) -> list[LadderStep]:
+        """What was taken and given back since the last call, for the job's events."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
 
     def grow_kv(self, goal: int | None = None) -> None:
         """Grow the pool to ``goal`` slots (None: as far as it can), within the free bytes."""
@@ -126,7 +203,7 @@ class MemoryLadder:
 
     # ------------------------------------------------------------ the budget
 
-    def set_budget(self, num_bytes: int, trainer: Trainer | None, now_s: float) -> None:
+    def set_budget(self, num_bytes: int, trainer: ParkableTrainer | None, now_s: float) -> None:
         """Change the budget: the pool grows into a larger one; ``follow_budget`` gets below a smaller one."""
         self._governor.set_budget(num_bytes)
         if self._governor.free_bytes >= 0:
@@ -135,7 +212,7 @@ class MemoryLadder:
             return_freed_memory(self._pool.device)  # whoever the budget was cut for waits for what is cached, too
             self.follow_budget(trainer, now_s)
 
-    def follow_budget(self, trainer: Trainer | None, now_s: float) -> None:
+    def follow_budget(self, trainer: ParkableTrainer | None, now_s: float) -> None:
         """While leases exceed the budget, give back: free slots first, then what training holds; called every turn.
 
         Requests that are running keep their slots, so the rest follows as they end. Within the budget, go on with a
@@ -146,25 +223,72 @@ class MemoryLadder:
         if self._governor.free_bytes >= 0 or now_s < self._next_follow_s:
             return
         self._next_follow_s = now_s + FOLLOW_EVERY_S
-        self._hold_until_s = now_s + HOLD_S
+        self._hold(now_s)
         self._shrink_kv_for(0)
-        if self._governor.free_bytes < 0 and self._governor.leased(ACTIVATIONS):
-            self._give_back_activations(trainer)
+        self._release_idle(trainer, 0)
+        if self._governor.free_bytes < 0 and trainer is not None:
+            self._descend(trainer, -self._governor.free_bytes, now_s, floor=0, forced=True)
 
-    def _give_back_activations(self, trainer: Trainer | None) -> None:
-        """All between two micro-batches; within one, the kept graphs, which are recomputed."""
-        if trainer is None or not trainer.micro_batch_open:
-            self._governor.release(ACTIVATIONS)
+    # ------------------------------------------------------------ the rungs
+
+    def _hold(self, now_s: float) -> None:
+        if now_s - self._last_costly_s > CALM_S:
+            self._hold_s = HOLD_S
+        if now_s >= self._hold_until_s:
+            self.steps_taken["hold"] += 1
+            self._governor.record("hold", ACTIVATIONS, self._governor.leased(ACTIVATIONS))
+        self._hold_until_s = max(self._hold_until_s, now_s + self._hold_s)
+
+    def _release_idle(self, trainer: ParkableTrainer | None, floor: int) -> None:
+        """What is leased between two micro-batches, but for a floor."""
+        if (trainer is None or not trainer.micro_batch_open) and self._governor.leased(ACTIVATIONS) > floor:
+            self._governor.lease(ACTIVATIONS, floor)
             return_freed_memory(self._pool.device)
+
+    def _above_floor(self) -> int:
+        return self._governor.leased(ACTIVATIONS) - self._floor
+
+    def _descend(
+        self, trainer: ParkableTrainer, num_bytes: int, now_s: float, floor: int, forced: bool = False
+    ) -> None:
+        """Take the cheapest rung that frees so much, if any does; ``forced`` takes the last one rather than none."""
+        if trainer.parked:
+            return
+        rungs = self._rungs.of(trainer, self._governor.leased(ACTIVATIONS), self._governor.leased(STATE), floor)
+        if now_s < self._no_park_until_s or floor:
+            rungs = [rung for rung in rungs if rung.name != PARK]
+        rung = cheapest(rungs, num_bytes) or (rungs[-1] if forced and rungs else None)
+        if rung is None or rung.name == FINISH:
+            self.finishing = rung is not None
             return
         started_s = time.perf_counter()
+        try:
+            num_layers = take(rung, trainer)
+        except TrainingError as error:
+            logger.warning("the job could not be parked: %s", error)
+            self._no_park_until_s = now_s + PARK_RETRY_S
+            return
         self._kept_layers = 0
-        num_layers, freed = trainer.drop_kept()
-        return_freed_memory(self._pool.device)
         self.num_dropped_layers += num_layers
-        needed = trainer.bytes_if_recomputed(trainer.micro_batch_tokens)
+        if rung.name == PARK:
+            self._floor = 0
+            self._governor.release(STATE)
+        needed = 0 if rung.name == PARK else floor
+        if trainer.micro_batch_open:
+            needed = max(needed, trainer.bytes_if_recomputed(trainer.micro_batch_tokens))
         self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
-        self._governor.record("drop_kept", ACTIVATIONS, freed, 1e3 * (time.perf_counter() - started_s))
+        return_freed_memory(self._pool.device)
+        self._note(rung.name, STATE if rung.name == PARK else ACTIVATIONS, rung.num_bytes, started_s, num_layers)
+        if rung.name == PARK:
+            self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
+        self._last_costly_s = now_s
+        self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
+
+    def _note(self, name: str, owner: str, num_bytes: int, started_s: float, num_layers: int = 0) -> None:
+        ms = 1e3 * (time.perf_counter() - started_s)
+        self._governor.record(name, owner, num_bytes, ms)
+        self._steps.append(LadderStep(name, num_bytes, ms, num_layers))
+        self.steps_taken[name] += 1
 
     # ------------------------------------------------------------ inside
 

@@ -29,6 +29,7 @@ from fineinfer.engine.memory_plan import (
     pick_max_num_seqs,
 )
 from fineinfer.engine.outbox import Outbox
+from fineinfer.engine.rungs import Rungs
 from fineinfer.engine.runners import RunnerParts, fit_serving, make_runner, pick_backend, prepare
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.statistics import Counters, StatisticsSource
@@ -176,7 +177,9 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     ttft_s, tpot_s = (None if ms is None else ms / 1e3 for ms in (settings.slo_ttft_ms, settings.slo_tpot_ms))
     targets = SloTargets(ttft_s, tpot_s, settings.train_share_min, settings.train_share_max)
     scheduler = Scheduler(kv_cache, base.runner_parts.limits, make_policy(settings.policy, targets), latency)
-    ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots)
+    keep_floor = settings.policy == "slo" and settings.train_share_min > 0
+    rungs = Rungs(latency, device.type)
+    ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots, rungs, keep_floor)
     runner = make_runner(base.runner_parts, kv_cache)
     said = prepare(base.runner_parts, runner)
     if said is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -11,17 +12,25 @@ import torch
 
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
-from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, StartJob
+from fineinfer.engine.rungs import ABORT, DROP, PARK, UNPARK, LadderStep
+from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.ops import pick_ops
-from fineinfer.training.trainer import Trainer
+from fineinfer.training.parking import ParkableTrainer
 
 logger = logging.getLogger(__name__)
 
 RATE_UPDATES = 16  # the rate shown is the mean over this many updates
+USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
+MEMORY_STORY = {
+    DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
+    ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
+    PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
+    UNPARK: "goes on: the job has its {mib:.0f} MiB again",
+}
 LAUNCH_AHEAD = 2  # units in flight on a GPU: a host wait after every unit costs 0.5 ms of a 1.4 to 2.7 ms unit
 
 
@@ -46,9 +55,10 @@ class TrainingHost:
         self._ops = pick_ops(backend, decoder.device)
         self._pending: deque[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.job: StartJob | None = None
-        self.trainer: Trainer | None = None
+        self.trainer: ParkableTrainer | None = None
         self.last_progress: JobProgress | None = None
         self.total_tokens = 0
+        self.job_device_s = self._reported_s = 0.0  # what the job has used of the device, and as last reported
         self.yielded_s = 0.0
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RATE_UPDATES)  # (when, step, tokens) of updates
         self._last_unit_s: float | None = None
@@ -62,17 +72,19 @@ class TrainingHost:
                 self._ended(message.job_id, "failed", "job_state_conflict", "another job is running")
             return
         self.job = message
+        self.job_device_s = self._reported_s = message.device_s
         try:
-            trainer = Trainer(self._decoder, message, self._keep, ops=self._ops)
+            trainer = ParkableTrainer(self._decoder, message, self._keep, ops=self._ops)
             self.trainer = trainer
             state_bytes, micro_batch = trainer.state_bytes, trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
-            if not self._ladder.lease_state(state_bytes + micro_batch):
+            if not self._ladder.can_ever_hold(trainer):
                 raise TrainingError(
                     f"the job needs {state_bytes / 2**20:.0f} MiB for adapter and optimizer and "
                     f"{micro_batch / 2**20:.0f} MiB for its largest micro-batch, more than the memory budget leaves",
                     code="out_of_memory",
                 )
-            self._ladder.lease_state(state_bytes)
+            if not self._ladder.begin_job(trainer):
+                trainer.park()  # requests have the memory now: it begins as one that was parked for them
         except Exception as error:
             self._fail(error)
             return
@@ -109,16 +121,25 @@ class TrainingHost:
 
     # ------------------------------------------------------------ one unit
 
+    def should_finish(self, idle: bool) -> bool:
+        """Whether the micro-batch under way is to go on for those that wait for its memory.
+
+        Args:
+            idle: No request can run meanwhile.
+        """
+        return self.trainer is not None and self.trainer.micro_batch_open and (idle or self._ladder.finishing)
+
     def state(self, now_s: float) -> TrainingState:
         """What the scheduler needs to decide."""
         trainer = self.trainer
         if trainer is None or (not trainer.micro_batch_open and self._ladder.holding(now_s)):
             return TrainingState()
+        withheld = self._ladder.slots_withheld if trainer.parked else 0
         started = not trainer.at_update_boundary
         units = trainer.remaining_units() if started else trainer.next_update_units()
         left_s = sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        return TrainingState(ready=True, update_started=started, update_left_s=left_s, unit_s=unit_s)
+        return TrainingState(True, started, left_s, unit_s, withheld)
 
     def run_unit(self) -> bool:
         """Run exactly one unit of the job.
@@ -130,6 +151,8 @@ class TrainingHost:
         if trainer is None:
             return False
         try:
+            if trainer.parked:
+                return self._ladder.unpark(trainer)
             if trainer.begins_micro_batch and not self._ladder.lease_micro_batch(trainer):
                 return False
             self._timed_advance(trainer)
@@ -138,27 +161,41 @@ class TrainingHost:
             self._fail(error)
         return True
 
-    def _timed_advance(self, trainer: Trainer) -> None:
+    def _timed_advance(self, trainer: ParkableTrainer) -> None:
         now_s = time.perf_counter()
         if self._last_unit_s is not None and not trainer.at_update_boundary:
             self.yielded_s += max(0.0, now_s - self._last_unit_s)
         if self._decoder.device.type == "cpu":
             report = trainer.advance()
-            self._latency.observe(report.kind, report.num_tokens, time.perf_counter() - now_s)
+            self._took(report.kind, report.num_tokens, time.perf_counter() - now_s)
         else:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             report = trainer.advance()
             end.record()
             self._pending.append((report.kind, report.num_tokens, begin, end))
-            while len(self._pending) > LAUNCH_AHEAD:
-                kind, num_tokens, begin, end = self._pending.popleft()
-                end.synchronize()
-                self._latency.observe(kind, num_tokens, 1e-3 * begin.elapsed_time(end))
+            self._wait_for_units(LAUNCH_AHEAD)
         self._last_unit_s = time.perf_counter()
 
-    def _report(self, trainer: Trainer) -> None:
+    def _wait_for_units(self, num_left: int) -> None:
+        while len(self._pending) > num_left:
+            kind, num_tokens, begin, end = self._pending.popleft()
+            end.synchronize()
+            self._took(kind, num_tokens, 1e-3 * begin.elapsed_time(end))
+
+    def _took(self, kind: str, num_tokens: int, seconds: float) -> None:
+        self._latency.observe(kind, num_tokens, seconds)
+        self.job_device_s += seconds
+
+    def _report_usage(self) -> None:
+        if self.job is not None and self.job_device_s > self._reported_s:
+            self._outbox.notify(JobUsage(job_id=self.job.job_id, device_s=self.job_device_s))
+            self._reported_s = self.job_device_s
+
+    def _report(self, trainer: ParkableTrainer) -> None:
         """Send what the unit finished: updates, notes, checkpoints, the job."""
+        if self.job_device_s - self._reported_s >= USAGE_EVERY_S:
+            self._report_usage()
         for progress in trainer.take_progress():
             self.last_progress = self._with_rate(progress)
             self._outbox.notify(self.last_progress)
@@ -194,6 +231,9 @@ class TrainingHost:
         self._ended(job_id, "failed", code, str(error) or type(error).__name__)
 
     def _close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a broken device must not keep a job from ending
+            self._wait_for_units(0)
+        self._report_usage()
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
@@ -205,7 +245,11 @@ class TrainingHost:
     def _ended(self, job_id: str, status: str, code: str | None = None, message: str | None = None) -> None:
         self._outbox.notify(JobEnded(job_id=job_id, status=status, error_code=code, error_message=message))
 
-    def note(self, level: str, message: str, **data: float) -> None:
-        """Tell the job's user something."""
-        if self.job is not None:
-            self._outbox.notify(JobNote(job_id=self.job.job_id, level=level, message=message, data=data))
+    def tell(self, steps: list[LadderStep]) -> None:
+        """Tell the job's user what its memory went through."""
+        if self.job is None:
+            return
+        for step in steps:
+            data = {"bytes": float(step.num_bytes), "ms": step.ms, "layers": float(step.num_layers)}
+            message = MEMORY_STORY[step.name].format(layers=step.num_layers, mib=step.num_bytes / 2**20)
+            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=message, data=data))

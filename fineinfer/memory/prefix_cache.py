@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,13 @@ class PrefixCache:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
         return freed
 
+    def forget(self, key: Hashable) -> None:
+        """Drop a whole tree, as after keys and values that are not finite: what rows hold too stays theirs alone."""
+        root = self._roots.pop(key, None)
+        for node in self._nodes([] if root is None else [root]):
+            self._allocator.free(node.slots)
+            self.num_slots -= len(node.slots)
+
     def rename(self, new_slot: Slots) -> None:
         """Follow a move: slot s is now ``new_slot[s]``."""
         for node in self._nodes():
@@ -152,8 +159,10 @@ class PrefixCache:
         node.tokens, node.slots = node.tokens[:keep], node.slots[:keep]
         return len(gone)
 
-    def _nodes(self) -> Iterator[_Node]:
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+    def _nodes(self, roots: Iterable[_Node] | None = None) -> Iterator[_Node]:
+        """The edges below some roots; None: of all trees."""
+        below = self._roots.values() if roots is None else roots
+        stack = [child for root in below for child in root.children.values()]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())

@@ -1,8 +1,9 @@
-"""Which waiting request may join: the Efficient Router's peak estimate over per-request predictions."""
+"""What requests will need: the Efficient Router's peak estimate over per-request predictions of output lengths."""
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -13,7 +14,7 @@ from fineinfer.scheduler.sequence import Sequence
 HISTORY_LENGTH = 512
 MIN_SAMPLES = 8
 PRIOR_OUTPUT_TOKENS = 256  # assumed output of a request without max_tokens before any has finished
-MAX_PREEMPTIONS = 3  # after so many a request is admitted on its strict peak only, so it cannot be preempted again
+MAX_PREEMPTIONS = 3  # after so many a request is admitted only where all like it fit for sure, and loses no slot again
 
 
 def peak_tokens(have: Iterable[int], left: Iterable[int]) -> int:
@@ -41,29 +42,34 @@ class _History:
         self._newest: deque[int] = deque()
         self._ordered: list[int] = []
 
+    def __len__(self) -> int:
+        return len(self._ordered)
+
     def add(self, length: int) -> None:
         self._newest.append(length)
         bisect.insort(self._ordered, length)
         if len(self._newest) > HISTORY_LENGTH:
             del self._ordered[bisect.bisect_left(self._ordered, self._newest.popleft())]
 
-    def p90_above(self, generated: int) -> float | None:
-        """90th percentile (linear, as numpy's) of the lengths above ``generated``; None if too few are."""
+    def above(self, generated: int) -> tuple[float, float] | None:
+        """Median and 90th percentile (linear, as numpy's) of the lengths above ``generated``; None if too few are."""
         first = bisect.bisect_right(self._ordered, generated)
-        count = len(self._ordered) - first
-        if count < MIN_SAMPLES:
+        last = len(self._ordered) - 1 - first
+        if last + 1 < MIN_SAMPLES:
             return None
-        position = 0.9 * (count - 1)
-        low = first + int(position)
+        return self._at(first + 0.5 * last), self._at(first + 0.9 * last)
+
+    def _at(self, place: float) -> float:
+        low = int(place)
         high = min(low + 1, len(self._ordered) - 1)
-        return self._ordered[low] + (position - int(position)) * (self._ordered[high] - self._ordered[low])
+        return self._ordered[low] + (place - low) * (self._ordered[high] - self._ordered[low])
 
 
 class LengthPredictor:
-    """Expected output length of requests without ``max_tokens``: the running p90 of their model's finished outputs.
+    """Expected output length of requests without ``max_tokens``: percentiles of their adapter's finished outputs.
 
-    Source: the Past-Future scheduler's idea of predicting from the recent distribution, conditioned on the tokens
-    generated so far.
+    An adapter with too little history of its own is taken for its base model. Source: the Past-Future scheduler's idea
+    of predicting from the recent distribution, conditioned on the tokens generated so far.
     """
 
     def __init__(self) -> None:
@@ -73,14 +79,34 @@ class LengthPredictor:
         """Add a finished request's output length."""
         self._history.setdefault(adapter_name, _History()).add(num_output_tokens)
 
-    def predict_left(self, sequence: Sequence) -> int:
-        """Tokens the sequence is expected to generate still, at least 1 and within its own limit."""
+    def predict(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens the sequence will generate still: median and 90th percentile, at least 1, within its own limit."""
         limit = max(1, sequence.max_output_left)
-        if sequence.sampling.max_tokens is not None or sequence.num_preemptions >= MAX_PREEMPTIONS:
-            return limit
+        if sequence.sampling.max_tokens is not None:
+            return limit, limit
         generated = len(sequence.output)
         history = self._history.get(sequence.adapter_name)
-        expected = None if history is None else history.p90_above(generated)
+        if history is None or len(history) < MIN_SAMPLES:
+            history = self._history.get(None)
+        expected = None if history is None else history.above(generated)
         if expected is None:
-            expected = max(PRIOR_OUTPUT_TOKENS, 2.0 * generated)
-        return min(limit, max(1, int(expected) - generated))
+            expected = (max(PRIOR_OUTPUT_TOKENS, 2.0 * generated),) * 2
+        median, most = expected
+        return min(limit, max(1, int(median) - generated)), min(limit, max(1, int(most) - generated))
+
+
+def expected_peak(members: list[Sequence], predictor: LengthPredictor) -> int:
+    """Slots that suffice for these requests with about 90 % probability, and surely for those preempted often.
+
+    The peak of the medians, and beyond it the root of the summed squares of what each may exceed its own by: lengths
+    are independent, so their excesses average out; the sum of all 90th percentiles kept a quarter of the pool idle.
+    Requests preempted ``MAX_PREEMPTIONS`` times must fit whatever they generate, since the others give way to them:
+    so they are not preempted again. (benchmarks/simulate.py --admission compares.)
+    """
+    have = [member.num_tokens for member in members]
+    left = [predictor.predict(member) for member in members]
+    medians, most = [pair[0] for pair in left], [pair[1] for pair in left]
+    excess = math.sqrt(sum((high - low) ** 2 for low, high in left))
+    likely = min(peak_tokens(have, medians) + math.ceil(excess), peak_tokens(have, most))
+    sure = [member for member in members if member.num_preemptions >= MAX_PREEMPTIONS]
+    return max(likely, peak_tokens((m.num_tokens for m in sure), (m.max_output_left for m in sure)))

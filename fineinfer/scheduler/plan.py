@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fineinfer.scheduler.sequence import Sequence
 
@@ -32,7 +32,7 @@ class StepPlan:
         chunks: Decode rows and prefill chunks, all in one forward.
         train: Whether one training unit runs after them.
         preempted: Sequences that gave up their KV in this turn (reported, not run).
-        slots_wanted: KV slots missing for the oldest waiting request to be admitted; 0 if none waits for memory.
+        slots_wanted: KV slots missing for the next request to be admitted or for those that run; 0 if none lacks any.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -44,3 +44,12 @@ class StepPlan:
     def num_rows(self) -> int:
         """Token rows of the inference part."""
         return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """A plan in the making; see ``StepPlan``. ``chunks`` is in the order of the batch."""
+
+    chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    preempted: list[Sequence] = field(default_factory=list)
+    slots_wanted: int = 0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason
-from fineinfer.scheduler.admission import LengthPredictor, peak_tokens
+from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor, expected_peak
 from fineinfer.scheduler.latency_model import LatencyModel
-from fineinfer.scheduler.plan import Chunk, StepPlan
+from fineinfer.scheduler.plan import Chunk, PlanDraft, StepPlan
 from fineinfer.scheduler.policy import LoadState, Policy
+from fineinfer.scheduler.rows import SequenceRows
 from fineinfer.scheduler.sequence import Sequence
 from fineinfer.scheduler.slo import LoadFree, SloPolicy
+from fineinfer.scheduler.waiting import AGED_S, WaitingQueue
 
 BACKLOG_STEPS = 4  # a backlog of prompt tokens is spread over at least so many forwards
 MIN_PREFILL_ROWS = 256  # beside however many decode rows: fewer would starve the prompts
@@ -41,16 +42,25 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What the scheduler knows of training: counts and seconds, no tensors."""
+    """What the scheduler knows of training: counts and seconds, no tensors.
+
+    Attributes:
+        ready: A unit could run now.
+        update_started: An optimizer update is under way.
+        update_left_s: Estimated seconds of its rest, or of a whole one.
+        unit_s: Of a unit.
+        slots_withheld: Slots that no further request may be admitted to.
+    """
 
     ready: bool = False
     update_started: bool = False
     update_left_s: float = 0.0
     unit_s: float = 0.0
+    slots_withheld: int = 0
 
 
 class Scheduler:
-    """First come, first served, per request; chunked prefill beside decode; preempt and recompute as backstop.
+    """By priority, in order of arrival, per request; chunked prefill beside decode; preempt and recompute as backstop.
 
     Args:
         kv_cache: The slot accounting (and pool) that requests draw from.
@@ -67,16 +77,17 @@ class Scheduler:
         self._policy = policy
         self._latency = LatencyModel() if latency is None else latency
         self._last_unit_s = 0.0
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+        self._asked = False  # the last plan asked for a larger pool
+        self.rows = SequenceRows(kv_cache)
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []  # by rank: who is last gives way first
         self.predictor = LengthPredictor()
         self.num_preemptions = 0
-        self.num_prefix_queries = self.num_prefix_hits = 0  # tokens looked up, tokens found
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. It has been checked to fit the pool's maximum."""
         sequence.trained_before_s = self._latency.trained_s
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
@@ -84,7 +95,7 @@ class Scheduler:
 
     def reserved_slots(self) -> int:
         """Peak of the admitted requests: a lease training cannot take."""
-        return peak_tokens((s.num_tokens for s in self.running), (self.predictor.predict_left(s) for s in self.running))
+        return expected_peak(self.running, self.predictor)
 
     def plan(self, now_s: float, training: TrainingState) -> StepPlan:
         """Decide one turn.
@@ -93,10 +104,10 @@ class Scheduler:
             now_s: ``time.monotonic()``.
             training: Whether and how long training could run.
         """
-        oldest = now_s - self.waiting[0].arrival_s if self.waiting else None
+        oldest_s = self.waiting.oldest_arrival_s()
         turn = self._policy(
             LoadState(
-                oldest_wait_s=oldest,
+                oldest_wait_s=None if oldest_s is None else now_s - oldest_s,
                 num_running=len(self.running),
                 training_ready=training.ready,
                 update_started=training.update_started,
@@ -110,66 +121,68 @@ class Scheduler:
                 last_unit_s=self._last_unit_s,
             )
         )
-        slots_wanted = self._admit(now_s) if turn.admit else 0
-        chunks, preempted = self._fill() if turn.infer else ([], [])
+        draft = PlanDraft()
+        if turn.admit:
+            self._admit(now_s, draft, self._kv.num_slots - training.slots_withheld)
+        if turn.infer:
+            self._fill(now_s, draft)
+        self._asked = draft.slots_wanted > 0
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
-        stuck = bool(self.waiting) and not chunks and turn.admit and slots_wanted == 0
+        stuck = bool(self.waiting) and not draft.chunks and turn.admit and not self._asked
         train = turn.train or (stuck and training.ready)
         if train:
             self._last_unit_s = now_s
-        return StepPlan(tuple(chunks), train, tuple(preempted), slots_wanted)
+        return StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
 
-    def _admit(self, now_s: float) -> int:
-        """Move waiting requests that fit to the running list; slots missing for the first that does not."""
-        while self.waiting and len(self.running) < self._limits.max_num_seqs:
-            candidate = self.waiting[0]
-            if candidate.num_in_flight:  # preempted behind a launched step: its newest token is not known yet
-                return 0
-            members = [*self.running, candidate]
-            peak = peak_tokens((s.num_tokens for s in members), (self.predictor.predict_left(s) for s in members))
-            if peak > self._kv.num_slots:
-                return min(peak, self._kv.max_slots) - self._kv.num_slots
-            if not self._open_row(candidate):
-                return 0
+    def _admit(self, now_s: float, draft: PlanDraft, num_slots: int) -> None:
+        """Move waiting requests that fit to the running list, up to the first that does not."""
+        while (candidate := self.waiting.next(now_s)) is not None and not candidate.num_in_flight:
+            peak = expected_peak([*self.running, candidate], self.predictor)
+            full = len(self.running) >= self._limits.max_num_seqs
+            if full or peak > num_slots:
+                if not full and self._ask(peak, draft):
+                    return
+                victims = self._giving_way(candidate, num_slots)
+                if not victims:
+                    return
+                for victim in victims:
+                    self._preempt(victim, draft)
+            if not self.rows.open(candidate, self.predictor.predict(candidate)[1]):
+                return
+            candidate.admitted_s = now_s
             if candidate.first_scheduled_s is None:
                 candidate.first_scheduled_s = now_s
-            self.running.append(self.waiting.popleft())
-        return 0
+            self.waiting.admitted(candidate)
+            bisect.insort(self.running, candidate, key=_rank)
 
-    def _open_row(self, sequence: Sequence) -> bool:
-        """Open a row that begins with what the prefix cache has of the sequence; False if no row is free.
+    def _ask(self, num_slots: int, draft: PlanDraft) -> bool:
+        """Ask for a pool of so many slots; False if it cannot grow, or was asked to last turn and did not suffice."""
+        missing = min(num_slots, self._kv.max_slots) - self._kv.num_slots
+        draft.slots_wanted = max(draft.slots_wanted, missing)
+        return missing > 0 and not self._asked
 
-        Slots come with the chunks, so none is held before its token exists; the room keeps them contiguous.
-        """
-        room = sequence.num_tokens + self.predictor.predict_left(sequence)
-        opened: tuple[int, int] | None
-        if sequence.sampling.prompt_logprobs is None:
-            tokens = np.array(sequence.tokens(0, sequence.num_tokens), dtype=np.int32)
-            opened = self._kv.open_row_from(_prefix_key(sequence), tokens, room)
-        else:  # every row of its prompt has to run
-            row = self._kv.open_row(0, room)
-            opened = None if row is None else (row, 0)
-        if opened is None:
-            return False
-        sequence.row, sequence.num_computed = opened
-        sequence.num_cached = sequence.num_computed
-        self.num_prefix_queries += sequence.num_tokens
-        self.num_prefix_hits += sequence.num_cached
-        return True
+    def _giving_way(self, candidate: Sequence, num_slots: int) -> list[Sequence]:
+        """Fewest requests of worse priority whose going lets a candidate in, last of rank first; none if not all do."""
+        keep, victims = list(self.running), list[Sequence]()
+        while keep and keep[-1].num_preemptions < MAX_PREEMPTIONS and keep[-1].priority > candidate.priority:
+            victims.append(keep.pop())
+            if expected_peak([*keep, candidate], self.predictor) <= num_slots:
+                return victims
+        return []
 
-    def _fill(self) -> tuple[list[Chunk], list[Sequence]]:
-        """Decode rows of all, then prefill chunks in order of admission, within the row budget and the pool."""
-        chunks: list[Chunk] = []
-        preempted: list[Sequence] = []
+    def _fill(self, now_s: float, draft: PlanDraft) -> None:
+        """Decode rows of all, then prefill chunks, within the row budget and the pool."""
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
             (decoding if sequence.num_uncomputed == 1 else prompts).append(sequence)
+        # better priorities first, each in order of admission; but one that has waited for rows too long goes before
+        prompts.sort(key=lambda s: (s.priority if now_s - s.admitted_s < AGED_S else -math.inf, s.admitted_s))
         budget = self._limits.max_num_batched_tokens
         for group in (decoding, prompts):
             if group is prompts:
-                budget = self._prefill_budget(len(chunks), prompts)
+                budget = self._prefill_budget(len(draft.chunks), prompts)
             for sequence in group:
                 if budget == 0:
                     break
@@ -179,17 +192,23 @@ class Scheduler:
                     continue
                 uncomputed = sequence.num_uncomputed
                 length = min(uncomputed, budget)
-                while sequence.row is not None and not self._kv.append(sequence.row, length):
-                    victim = self._pick_victim(planned={chunk.sequence.request_id for chunk in chunks})
-                    if victim is None:
-                        break
-                    self._preempt(victim)
-                    preempted.append(victim)
-                else:
-                    if sequence.row is not None:
-                        chunks.append(Chunk(sequence, sequence.num_computed, length, length == uncomputed))
-                        budget -= length
-        return chunks, preempted
+                if self._append(sequence, sequence.row, length, draft):
+                    draft.chunks[sequence] = Chunk(sequence, sequence.num_computed, length, length == uncomputed)
+                    budget -= length
+
+    def _append(self, sequence: Sequence, row: int, length: int, draft: PlanDraft) -> bool:
+        """Give a running request slots, at the cost of those of lower rank if the pool cannot grow.
+
+        Returns:
+            False if it must wait: for the pool to grow, or, being last, for another to end.
+        """
+        while not self._kv.append(row, length):
+            if self._ask(max(self.reserved_slots(), self._kv.num_slots + length), draft):
+                return False
+            if self.running[-1] is sequence:
+                return False
+            self._preempt(self.running[-1], draft)
+        return True
 
     def _prefill_budget(self, num_decodes: int, prompts: list[Sequence]) -> int:
         """Rows left for prompts beside the decode rows of a forward."""
@@ -199,19 +218,15 @@ class Scheduler:
             most = min(most, max(limit, num_decodes + max(MIN_PREFILL_ROWS, backlog // BACKLOG_STEPS)))
         return max(0, most - num_decodes)
 
-    def _pick_victim(self, planned: set[str]) -> Sequence | None:
-        """The latest admitted request that has no rows in this turn yet."""
-        return next((s for s in reversed(self.running) if s.request_id not in planned), None)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give up a request's KV; it keeps its place at the head of the queue and is recomputed later."""
-        self._close(sequence)
+    def _preempt(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Give up a request's KV, planned rows included; it keeps its place in the queue and is recomputed later."""
+        draft.chunks.pop(sequence, None)
+        draft.preempted.append(sequence)
+        self.rows.close(sequence)
         self.running.remove(sequence)
-        sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        position = sum(1 for other in self.waiting if other.arrival_s <= sequence.arrival_s)
-        self.waiting.insert(position, sequence)
+        self.waiting.add(sequence)
 
     def launched(self, chunk: Chunk) -> None:
         """Record that a chunk's step is on its way to the device; the next plan builds on it."""
@@ -226,6 +241,8 @@ class Scheduler:
         """Record that a launched chunk ran, which token its last row chose, and when that was known."""
         sequence = chunk.sequence
         sequence.num_in_flight -= chunk.samples
+        # of a row that it has lost since, nothing counts: then num_computed is 0 or counts from anew
+        sequence.num_proven = min(max(sequence.num_proven, chunk.start + chunk.length), sequence.num_computed)
         if token_id is not None:
             sequence.output.append(token_id)
             sequence.last_token_s = now_s
@@ -236,19 +253,16 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        if sequence.row is not None:
-            self._close(sequence, keep=reason is not FinishReason.ERROR)  # its keys and values may not be finite
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        (self.waiting if sequence.row is None else self.running).remove(sequence)
+        (self.rows.discard if reason is FinishReason.ERROR else self.rows.close)(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.predictor.record(sequence.adapter_name, len(sequence.output))
             self._observe(sequence)
 
     def _observe(self, sequence: Sequence) -> None:
-        """Tell a policy that adapts how a finished request fared."""
+        """Tell a policy that adapts how a finished interactive request fared."""
         first_s, last_s = sequence.first_token_s, sequence.last_token_s
-        if not isinstance(self._policy, SloPolicy) or first_s is None or last_s is None:
+        if not isinstance(self._policy, SloPolicy) or sequence.priority > 0 or first_s is None or last_s is None:
             return
         gaps = len(sequence.output) - 1
         alone = LoadFree(
@@ -258,15 +272,7 @@ class Scheduler:
         tpot_s = (last_s - first_s) / gaps if gaps > 0 else None
         self._policy.observe_request(first_s - sequence.arrival_s, tpot_s, alone, self.training_s(sequence))
 
-    def _close(self, sequence: Sequence, keep: bool = True) -> None:
-        """Give up a request's row; with ``keep`` what it has computed stays as long as nobody needs the memory."""
-        if sequence.row is None:
-            return
-        num_known = min(sequence.num_computed, len(sequence.prompt) + len(sequence.output))
-        tokens = np.array(sequence.tokens(0, num_known), dtype=np.int32) if keep else None
-        self._kv.close_row(sequence.row, _prefix_key(sequence), tokens)
-        sequence.row = None
 
-
-def _prefix_key(sequence: Sequence) -> tuple[str | None, str | None]:
-    return sequence.adapter_version, sequence.cache_salt
+def _rank(sequence: Sequence) -> tuple[bool, int, float]:
+    """Order in which requests keep their slots: often preempted ones first, then by priority and arrival."""
+    return sequence.num_preemptions < MAX_PREEMPTIONS, sequence.priority, sequence.arrival_s

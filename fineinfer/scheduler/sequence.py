@@ -19,6 +19,7 @@ class Sequence:
         sampling: How to sample and when to stop.
         max_total_tokens: Prompt plus output never exceed this.
         arrival_s: ``time.monotonic()`` at the api worker.
+        priority: Lower is served earlier; 0 is interactive, above is batch.
         adapter_version: Content hash of the adapter version it keeps until its end; None for the base model.
         adapter_step: Training step of that version.
         cache_salt: Prefixes are shared only with requests of the same salt.
@@ -26,9 +27,11 @@ class Sequence:
         output: Generated token ids.
         row: Request table row while it holds KV; None while waiting.
         num_computed: Tokens whose K and V are in the pool once every launched step has run.
+        num_proven: Of these, tokens of steps that have ended with finite logits: what later requests may share.
         num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
-        num_cached: Of these, tokens that the prefix cache had when it was admitted last.
+        num_cached: Computed tokens that the prefix cache had when it was admitted last.
         num_preemptions: Times its KV was given up and must be recomputed.
+        admitted_s: When it was admitted last.
         first_scheduled_s: When its first slice was planned.
         first_token_s: When its first token was committed.
         last_token_s: When its newest token was committed.
@@ -44,6 +47,7 @@ class Sequence:
     max_total_tokens: int
     arrival_s: float
     seed: int = 0
+    priority: int = 0
     adapter_name: str | None = None
     adapter_version: str | None = None
     adapter_step: int | None = None
@@ -52,9 +56,11 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     row: int | None = None
     num_computed: int = 0
+    num_proven: int = 0
     num_cached: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    admitted_s: float = 0.0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

@@ -49,6 +49,8 @@ class GenerationPlan:
         continues_text: The output continues the prompt's text (completions), so its first space counts.
         discard_output: Only the prompt is of interest (``max_tokens=0`` with ``echo``).
         cache_salt: Its prefixes are shared only with requests of the same salt.
+        priority: Lower is served earlier; 0 is interactive, above is batch.
+        tells_tier: The client named a service tier, so the answer says which it got.
     """
 
     response_id: str
@@ -60,6 +62,8 @@ class GenerationPlan:
     continues_text: bool = False
     discard_output: bool = False
     cache_salt: str | None = None
+    priority: int = 0
+    tells_tier: bool = False
 
 
 @dataclass
@@ -139,6 +143,7 @@ class Generation:
                 sampling=self._sampling(sequence.index % self.plan.options.n),
                 adapter=self.plan.adapter,
                 cache_salt=self.plan.cache_salt,
+                priority=self.plan.priority,
                 arrival_s=sequence.times.arrival_s,
             )
             self._engine.submit(request, self._inbox)
@@ -190,6 +195,8 @@ class Generation:
             "model": self.plan.model,
             "system_fingerprint": None,
         }
+        if self.plan.tells_tier:
+            head["service_tier"] = "flex" if self.plan.priority > 0 else "default"
         training_s = max(sequence.times.training_s for sequence in self.sequences)
         if training_s > 0.0:  # what training beside it can have cost this request
             head["training_ms"] = round(1e3 * training_s, 3)

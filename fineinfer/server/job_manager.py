@@ -29,6 +29,7 @@ from fineinfer.messages import (
     JobNote,
     JobProgress,
     JobStarted,
+    JobUsage,
     StartJob,
     ToEngine,
     TrainingSettings,
@@ -178,6 +179,7 @@ class JobManager:
             job_dir=str(self._store.job_dir(job.id)),
             adapters_dir=str(self._state_dir / "adapters"),
             dataset_sha256=dataset["sha256"],
+            device_s=job.device_s,
         )
 
     # ------------------------------------------------------------ engine
@@ -215,6 +217,8 @@ class JobManager:
             self._on_ended(message)
         elif isinstance(message, JobProgress):
             self._on_progress(message)
+        elif isinstance(message, JobUsage):
+            self._store.jobs.record_usage(message.job_id, message.device_s)
         elif isinstance(message, JobCheckpoint):
             if self._on_checkpoint(message):
                 await self._adapters.send_news()
@@ -238,6 +242,7 @@ class JobManager:
         self._store.jobs.add_event(message.job_id, "info", how, facts)
 
     def _on_progress(self, message: JobProgress) -> None:
+        job = self._store.jobs.get(message.job_id)
         data = {
             "step": message.step,
             "total_steps": message.total_steps,
@@ -250,6 +255,7 @@ class JobManager:
             "processed_tokens": message.processed_tokens,
             "tokens_per_second": message.tokens_per_s,
             "eta_seconds": message.eta_s,
+            "device_seconds": 0.0 if job is None else job.device_s,
         }
         self._store.jobs.record_progress(message.job_id, message.step, data, message.trained_tokens)
 
@@ -305,7 +311,8 @@ class JobManager:
                 self._store.files.add(result)
                 self._store.jobs.transition(job, JobStatus.SUCCEEDED, result_files=[result.id])
                 self._store.jobs.add_event(job.id, "info", f"New fine-tuned model created: {job.name}")
-                self._store.jobs.add_event(job.id, "info", "The job has successfully completed")
+                used = {"device_seconds": job.device_s}
+                self._store.jobs.add_event(job.id, "info", "The job has successfully completed", used)
         except JobStateConflictError:  # cancelled this very moment
             self._store.file_path(result.id).unlink(missing_ok=True)
 

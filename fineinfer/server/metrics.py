@@ -145,6 +145,13 @@ class _EngineCollector:
             yield self._family(CounterMetricFamily, name, text, [((), value)])
         owners = [((owner,), float(num_bytes)) for owner, num_bytes in sorted(stats.memory_bytes.items())]
         yield self._family(GaugeMetricFamily, "memory_bytes", "Leased memory by owner.", owners, "owner")
+        if stats.train_job_id is not None:
+            used = [((stats.train_job_id,), stats.train_job_device_s)]
+            text = "Device time that the running job has used in all, engines before this one included."
+            yield self._family(GaugeMetricFamily, "train_job_device_seconds", text, used, "job_id")
+        steps = [((name,), float(number)) for name, number in sorted(stats.ladder_steps_total.items())]
+        text = "Times that memory was taken from training, and given back, by rung."
+        yield self._family(CounterMetricFamily, "memory_ladder_steps", text, steps, "rung")
         slices = [((kind,), ms / 1e3) for kind, ms in sorted(stats.slice_times_ms.items())]
         yield self._family(GaugeMetricFamily, "slice_time_seconds", "Mean time of a slice by kind.", slices, "kind")
 

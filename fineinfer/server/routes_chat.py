@@ -22,7 +22,7 @@ from fineinfer.server.json_body import read_json
 from fineinfer.server.logprobs import chat_content, prompt_logprobs
 from fineinfer.server.prompts import render_messages
 from fineinfer.server.routes_models import resolve_model
-from fineinfer.server.schemas import ChatRequest, chat_logprobs, output_options, sampling_params
+from fineinfer.server.schemas import ChatRequest, chat_logprobs, output_options, sampling_params, scheduling_priority
 from fineinfer.server.sse import EventStream, until_disconnect
 
 router = APIRouter()
@@ -57,7 +57,7 @@ async def _plan(request: Request, body: ChatRequest, using: Services) -> Generat
     check_prompts([prompt], info, max_tokens)
     return GenerationPlan(
         f"chatcmpl-{uuid.uuid4().hex}", body.model, model.adapter, [prompt], sampling, options,
-        cache_salt=body.cache_salt,
+        cache_salt=body.cache_salt, priority=scheduling_priority(body), tells_tier=body.service_tier is not None,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from fineinfer.server.schemas import (
     completion_prompts,
     output_options,
     sampling_params,
+    scheduling_priority,
 )
 from fineinfer.server.sse import EventStream, until_disconnect
 from fineinfer.text.detokenizer import Detokenizer
@@ -74,6 +75,7 @@ async def _plan(request: Request, body: CompletionRequest, using: Services) -> G
     return GenerationPlan(
         f"cmpl-{uuid.uuid4().hex}", body.model, model.adapter, prompts, sampling, options,
         continues_text=True, discard_output=only_prompt, cache_salt=body.cache_salt,
+        priority=scheduling_priority(body), tells_tier=body.service_tier is not None,
     )  # fmt: skip
 
 

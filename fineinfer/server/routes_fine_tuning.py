@@ -157,7 +157,7 @@ def checkpoints(job_id: str, request: Request) -> Response:
 
 
 def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
-    """OpenAI's FineTuningJob, with ``progress``, ``queue_position``, ``data``, ``lora`` and ``adapter_name`` added."""
+    """OpenAI's FineTuningJob, and ``progress``, ``device_seconds``, ``queue_position``, ``data``, ``lora`` and more."""
     request = msgspec.convert(job.request, JobRequest)
     settings = None if job.settings is None else msgspec.convert(job.settings, TrainingSettings)
     hyperparameters = echo_hyperparameters(request, settings)
@@ -179,6 +179,7 @@ def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
         "result_files": job.result_files,
         "seed": request.seed,
         "trained_tokens": job.trained_tokens,
+        "device_seconds": round(job.device_s, 3),
         "training_file": request.training_file,
         "validation_file": None,
         "integrations": [],

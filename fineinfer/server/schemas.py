@@ -19,6 +19,8 @@ MAX_N = 8
 MAX_STOP_STRINGS = 8
 MAX_STOP_CHARS = 128
 MAX_SEQUENCES = 1024
+MAX_PRIORITY = 100
+BATCH_PRIORITY = 1
 DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -69,6 +71,8 @@ class _Sampled(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     # known, not implemented
     response_format: Any = None
     structured_outputs: Any = None
@@ -82,7 +86,6 @@ class _Sampled(msgspec.Struct, kw_only=True):
     bad_words: Any = None
     allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
-    priority: Any = None
     best_of: int | None = None
     prompt_embeds: Any = None
 
@@ -151,7 +154,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "length_penalty": (1, 1.0),
-    "priority": (0,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -160,7 +162,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _NOT_IMPLEMENTED = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "use_beam_search", "length_penalty", "early_stopping", "bad_words", "allowed_token_ids", "truncate_prompt_tokens",
-    "priority", "prompt_embeds", "tools", "tool_choice", "functions", "function_call", "audio", "modalities",
+    "prompt_embeds", "tools", "tool_choice", "functions", "function_call", "audio", "modalities",
     "moderation", "web_search_options", "reasoning_effort", "thinking_token_budget", "store", "echo", "chat_template",
     "continue_final_message", "documents", "suffix",
 )  # fmt: skip
@@ -236,6 +238,13 @@ def output_options(body: ChatRequest | CompletionRequest) -> OutputOptions:
         continuous_usage=bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
     )
+
+
+def scheduling_priority(body: ChatRequest | CompletionRequest) -> int:
+    """vLLM's ``priority`` (lower is served earlier); without it OpenAI's ``service_tier``, of which "flex" is batch."""
+    if body.priority is not None:
+        return body.priority
+    return BATCH_PRIORITY if body.service_tier == "flex" else 0
 
 
 def sampling_params(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
@@ -41,6 +41,9 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
+_MIGRATIONS = {1: "ALTER TABLE jobs ADD COLUMN device_s REAL NOT NULL DEFAULT 0"}  # from this version to the next
+
+
 class StoreError(RuntimeError):
     """The state database cannot be used (written by a newer version, or damaged)."""
 
@@ -54,7 +57,7 @@ class Database:
         path: The database file; created with the schema if missing.
 
     Raises:
-        StoreError: The file has a schema of another version.
+        StoreError: The file has the schema of a newer program.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,9 +75,12 @@ class Database:
             if version == 0:
                 for statement in _SCHEMA.split(";"):
                     self.execute(statement)
-                self.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            elif version != SCHEMA_VERSION:
+                version = 1
+            if version > SCHEMA_VERSION:
                 raise StoreError(f"{path} has schema version {version}; this program knows version {SCHEMA_VERSION}.")
+            for step in range(version, SCHEMA_VERSION):
+                self.execute(_MIGRATIONS[step])
+            self.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -154,6 +154,10 @@ class JobStore:
                 )  # fmt: skip
         return changed == 1
 
+    def record_usage(self, job_id: str, device_s: float) -> None:
+        """Store how much device time a job has used in all; an older, smaller number changes nothing."""
+        self._db.execute("UPDATE jobs SET device_s = max(device_s, ?) WHERE id = ?", device_s, job_id)
+
     def count_engine_death(self, job_id: str) -> int:
         """An engine died while it trained this job; returns how many did so without finishing an update."""
         self._db.execute("UPDATE jobs SET num_engine_deaths = num_engine_deaths + 1 WHERE id = ?", job_id)

@@ -63,6 +63,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         dataset: Content of dataset.json, once the file is validated.
         local_key: Set for ``--lora-train`` jobs: hash of file, name and settings.
         progress: The latest metrics.
+        device_s: Seconds of the device that its training took, over all engine processes.
         num_engine_deaths: Engine processes that ended while training this job without finishing an update.
     """
 
@@ -81,6 +82,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     progress: dict[str, Any] | None
     num_engine_deaths: int
     result_files: list[str]
+    device_s: float = 0.0
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True):

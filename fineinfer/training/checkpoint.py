@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +28,6 @@ from fineinfer.adapters.weights import LoraWeights
 from fineinfer.hashing import file_sha256
 from fineinfer.messages import LoraSpec
 from fineinfer.training.errors import TrainingError
-from fineinfer.training.optimizer import AdamW
 
 OPTIMIZER_NAME, STATE_NAME, MANIFEST_NAME = "optimizer.safetensors", "trainer_state.json", "manifest.json"
 NUM_KEPT = 2
@@ -36,6 +35,13 @@ _FOLDER = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".tmp-"
 
 logger = logging.getLogger(__name__)
+
+
+class Moments(Protocol):
+    """Adam's state: flat tensors of the masters' shape."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
 
 
 class CheckpointError(TrainingError):
@@ -62,7 +68,7 @@ def checkpoint_folder(job_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(
-    job_dir: Path, weights: LoraWeights, lora: LoraSpec, optimizer: AdamW, trainer_state: dict[str, Any]
+    job_dir: Path, weights: LoraWeights, lora: LoraSpec, moments: Moments, trainer_state: dict[str, Any]
 ) -> None:
     """Write, verify, then remove all but the newest ``NUM_KEPT`` checkpoints.
 
@@ -70,7 +76,7 @@ def write_checkpoint(
         job_dir: Folder of the job.
         weights: Master weights.
         lora: The settings of their layout.
-        optimizer: Holds the moments.
+        moments: Of the optimizer.
         trainer_state: JSON object with ``step`` and ``base_model``, besides what the trainer wants back.
 
     Raises:
@@ -81,8 +87,8 @@ def write_checkpoint(
 
     def fill(folder: Path) -> None:
         save_adapter(weights, lora, trainer_state["base_model"], folder)
-        moments = {"exp_avg": optimizer.exp_avg.cpu(), "exp_avg_sq": optimizer.exp_avg_sq.cpu()}
-        save_file(moments, folder / OPTIMIZER_NAME, metadata={"format": "pt"})
+        tensors = {"exp_avg": moments.exp_avg.cpu(), "exp_avg_sq": moments.exp_avg_sq.cpu()}
+        save_file(tensors, folder / OPTIMIZER_NAME, metadata={"format": "pt"})
         (folder / STATE_NAME).write_text(json.dumps(trainer_state, allow_nan=False))
         (folder / MANIFEST_NAME).write_text(json.dumps({"files": _measure(folder)}, indent=2, sort_keys=True))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,20 @@ class Cursor:
         self.trained_tokens += num_targets
         self.num_skipped += skipped
         self.bad_in_a_row = self.bad_in_a_row + 1 if skipped else 0
+
+
+def trainer_state(
+    cursor: Cursor, total_steps: int, num_epochs: int, log_history: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The cursor's part of a checkpoint's state, with transformers' keys among them."""
+    return {
+        "step": cursor.step,
+        "global_step": cursor.step,
+        "max_steps": total_steps,
+        "num_train_epochs": num_epochs,
+        "cursor": asdict(cursor),
+        "log_history": log_history,
+    }
 
 
 def log_entry(

@@ -7,7 +7,7 @@ keep policy. A job is a pure function of its settings and data, whatever the pac
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,12 +15,13 @@ import msgspec
 import torch
 
 from fineinfer.adapters.config import AdapterError
-from fineinfer.adapters.weights import LoraLayout
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
 from fineinfer.training.checkpoint import (
     CheckpointError,
+    Moments,
     checkpoint_folder,
     publish_adapter,
     read_newest,
@@ -31,7 +32,7 @@ from fineinfer.training.errors import TrainingError
 from fineinfer.training.fused_layers import make_layers
 from fineinfer.training.ops import TrainingOps
 from fineinfer.training.projection import adapted_blocks
-from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message
+from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message, trainer_state
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
@@ -338,21 +339,17 @@ class Trainer:
         step = self.step
         if step == self._saved_step:  # 0 before the first update
             return
-        if not self._state.masters.is_finite():
+        masters, moments = self._durable()
+        if not masters.is_finite():
             raise TrainingError(f"the adapter is not finite after update {step}", "non_finite")
-        state = {
-            "step": step,
-            "global_step": step,
-            "max_steps": self.total_steps,
-            "num_train_epochs": self._job.settings.n_epochs,
-            "cursor": asdict(self.cursor),
-            "optimizer_updates": self._state.optimizer.num_updates,
-            "log_history": self.log_history,
-            **self._identity(),
-        }
-        folder, lora = Path(self._job.job_dir), self._job.settings.lora
-        write_checkpoint(folder, self._state.masters, lora, self._state.optimizer, state)
+        state = trainer_state(self.cursor, self.total_steps, self._job.settings.n_epochs, self.log_history)
+        state |= {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
+        write_checkpoint(Path(self._job.job_dir), masters, self._job.settings.lora, moments, state)
         self._saved_step = step
+
+    def _durable(self) -> tuple[LoraWeights, Moments]:
+        """What a checkpoint is made of."""
+        return self._state.masters, self._state.optimizer
 
     def _checkpoint_unit(self) -> str:
         """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""

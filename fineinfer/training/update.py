@@ -35,6 +35,7 @@ class RunningUpdate:
     def __init__(self, context: StepContext, batches: list[MicroBatch], backward_kind: str) -> None:
         self._context, self._backward_kind = context, backward_kind
         self._waiting = list(batches)
+        self._begun: list[MicroBatch] = []
         self.num_tokens = sum(batch.num_tokens for batch in batches)
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.current: MicroBatchPass | None = None
@@ -61,7 +62,8 @@ class RunningUpdate:
             batch = self._waiting.pop(0)
             self.current = MicroBatchPass(self._context, batch, 1.0 / self.num_targets)
             self._units = self.current.units()
-            self._planned = micro_batch_units(batch, self._context, self._backward_kind)
+            self._planned = self._units_of(batch)
+            self._begun.append(batch)
         unit = next(self._units)
         del self._planned[0]
         if not self._planned:
@@ -78,7 +80,7 @@ class RunningUpdate:
             left = min(len(kinds), len(units))
             units[len(units) - left :] = [(kind, self.current.num_tokens) for kind in kinds[len(kinds) - left :]]
         for batch in self._waiting:
-            units += micro_batch_units(batch, self._context, self._backward_kind)
+            units += self._units_of(batch)
         return [*units, ("optimizer", self.num_tokens)]
 
     def totals(self, gradient_norm: torch.Tensor) -> tuple[float, float, float]:
@@ -93,3 +95,33 @@ class RunningUpdate:
     def abandon(self) -> None:
         """Free the micro-batch under way."""
         self.current, self._units, self._planned = None, iter(()), []
+
+    def replay(self) -> bool:
+        """Free the micro-batch under way and run it again; False, and no change, if it has added to the gradient."""
+        if self.current is None or self._has_gradient():
+            return False
+        self._waiting.insert(0, self._begun.pop())
+        self.abandon()
+        return True
+
+    def left_of_micro_batch(self) -> list[Unit]:
+        """Units of the micro-batch under way that are still to run."""
+        return self.remaining()[: len(self._planned)]
+
+    def finished(self) -> list[Unit]:
+        """Units run so far."""
+        units = [unit for batch in self._begun for unit in self._units_of(batch)]
+        return units[: len(units) - len(self._planned)]
+
+    def lost_by_abort(self) -> list[Unit]:
+        """Units that run again if the micro-batch under way is given up: its own, or all if ``replay`` cannot."""
+        units = self.finished()
+        if self.current is None or self._has_gradient():
+            return units
+        return units[sum(len(self._units_of(batch)) for batch in self._begun[:-1]) :]
+
+    def _has_gradient(self) -> bool:
+        return len(self._planned) < self._context.decoder.spec.num_layers
+
+    def _units_of(self, batch: MicroBatch) -> list[Unit]:
+        return micro_batch_units(batch, self._context, self._backward_kind)

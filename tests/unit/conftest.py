@@ -106,7 +106,8 @@ class FakeEngine:
         return EngineStats(
             boot_id=f"boot-{self.boot}", time_s=time.monotonic(), num_running=len(self.open), num_waiting=0,
             kv_slots_used=5, kv_slots_now=10, kv_slots_max=20, prompt_tokens_total=7, generation_tokens_total=11,
-            num_preemptions_total=0, memory_bytes={"weights": 100}, train_loss=1.5, slice_times_ms={"decode": 2.0},
+            num_preemptions_total=0, memory_bytes={"weights": 100}, train_loss=1.5, train_job_id="ftjob-1",
+            train_job_device_s=2.5, slice_times_ms={"decode": 2.0},
         )  # fmt: skip
 
     def call(self, function: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ JOB = {
     "result_files": [],
     "seed": 1,
     "trained_tokens": 12,
+    "device_seconds": 3.5,
     "training_file": "file-1",
     "validation_file": None,
     "progress": {"step": 3, "total_steps": 9, "loss": 1.25},

@@ -196,6 +196,7 @@ def test_job_views(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> No
         assert main(["ft", *command.split()]) == 0
     out = capsys.readouterr().out
     assert "ftjob-1\trunning\t3/9" in out and "1.2500" in out and "my-lora@3" in out
+    assert "device seconds    3.5\n" in out
     assert out.endswith("ftjob-1 cancelled\n")
     for command in ("list", "get ftjob-1", "checkpoints ftjob-1", "cancel ftjob-1"):
         assert main(["ft", *command.split(), "--json"]) == 0

@@ -12,6 +12,7 @@ from fineinfer.messages import (
     JobEnded,
     JobNote,
     JobStarted,
+    JobUsage,
     RemoveAdapter,
     SetAdapter,
     StartJob,
@@ -115,6 +116,29 @@ def test_a_job_goes_on_after_the_engine_died(tmp_path: Path) -> None:
             assert kinds == [SetAdapter, StartJob], "adapters come first"
             await w.manager.on_engine_message(progress(job.id, 2, loss=1.0))
             assert [event.data["train_loss"] for event in w.store.jobs.metrics(job.id)] == [2.0, 1.0]
+
+    run(scenario())
+
+
+def test_device_time_is_counted_over_engines_and_after_the_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            job = w.submit("lora")
+            await w.up()
+            await w.running(job)
+            await w.manager.on_engine_message(JobUsage(job_id=job.id, device_s=2.5))
+            await w.manager.on_engine_message(progress(job.id, 1))
+            await w.restart_server()
+            await w.up("boot-2")
+            await w.running(job)
+            assert next(m for m in w.sent if isinstance(m, StartJob)).device_s == 2.5
+            await w.manager.on_engine_message(JobUsage(job_id=job.id, device_s=4.0))
+            await w.manager.on_engine_message(progress(job.id, 2))
+            assert [event.data["device_seconds"] for event in w.store.jobs.metrics(job.id)] == [2.5, 4.0]
+            w.store.jobs.cancel(job.id)
+            await w.manager.on_engine_message(JobUsage(job_id=job.id, device_s=4.5))  # until the engine heard of it
+            await w.manager.on_engine_message(JobEnded(job_id=job.id, status="cancelled"))
+            assert w.store.jobs.require(job.id).device_s == 4.5
 
     run(scenario())
 

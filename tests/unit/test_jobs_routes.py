@@ -203,6 +203,7 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     data = {"step": 250, "total_steps": 1500, "epoch": 0.5, "train_loss": 1.25, "learning_rate": 1e-4,
             "tokens_per_second": 7.0, "eta_seconds": 60.0}  # fmt: skip
     store.jobs.record_progress(job.id, 250, data, 123)
+    store.jobs.record_usage(job.id, 12.3456)
     shown = http.get(f"{JOBS}/{job.id}").json()
     hyper = shown["hyperparameters"]
     assert (hyper["n_epochs"], hyper["batch_size"], hyper["learning_rate_multiplier"]) == (3, 4, 2.0)
@@ -210,6 +211,7 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     assert shown["method"]["supervised"]["hyperparameters"] == hyper
     assert shown["data"] == dataset and shown["trained_tokens"] == 123 and shown["queue_position"] is None
     assert shown["progress"]["percent"] == pytest.approx(16.67) and shown["progress"]["loss"] == 1.25
+    assert shown["device_seconds"] == 12.346
     assert shown["estimated_finish"] >= now() + 58
     assert shown["lora"]["r"] == 16 and shown["lora"]["alpha"] == 32.0
 

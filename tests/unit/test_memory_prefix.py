@@ -150,3 +150,23 @@ def test_appending_gives_up_prefixes_that_nobody_uses() -> None:
     assert kv.append(row, 90)
     assert kv.num_cached == 0 and kv.slots(row).size == 100
     kv.check_integrity()
+
+
+def test_forgetting_a_key_frees_what_no_row_holds_and_leaves_rows_and_other_keys_alone() -> None:
+    kv = KVCache(100, 4, 100, keep_prefixes=True)
+    for key in ("bad", "good"):
+        row, _ = kv.open_row_from(key, ids(*range(30)))
+        assert kv.append(row, 30)
+        kv.close_row(row, key, ids(*range(30)))
+    row, matched = kv.open_row_from("bad", ids(*range(20), 99))
+    assert matched == 20 and kv.append(row, 5)
+    slots = kv.slots(row).tolist()
+    kv.prefixes.forget("bad")
+    kv.prefixes.forget("never seen")
+    kv.check_integrity()
+    assert kv.slots(row).tolist() == slots and kv.num_used == 25 + 30 and kv.num_cached == 30
+    assert kv.prefixes.match("bad", ids(*range(30))).size == 0
+    assert kv.prefixes.match("good", ids(*range(30))).size == 30
+    kv.close_row(row, "bad", ids(*range(20), 1, 2, 3, 4, 5))  # it ended well: what it held is known again
+    assert kv.prefixes.match("bad", ids(*range(30))).size == 20
+    kv.check_integrity()

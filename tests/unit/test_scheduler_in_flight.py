@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler import scheduler as scheduler_module
-from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor
+from fineinfer.scheduler.admission import LengthPredictor
 from fineinfer.scheduler.plan import Chunk, StepPlan
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import BACKLOG_STEPS, Scheduler, SchedulerLimits, TrainingState
@@ -22,11 +23,11 @@ NUM_SEEDS, NUM_TURNS = 40, 150
 
 
 class Hopeful(LengthPredictor):
-    """Expects the next two tokens to be the last, until a request was preempted often."""
+    """Expects the next two tokens to be the last."""
 
-    def predict_left(self, sequence: Sequence) -> int:
-        left = super().predict_left(sequence)
-        return left if sequence.num_preemptions >= MAX_PREEMPTIONS else min(2, left)
+    def predict(self, sequence: Sequence) -> tuple[int, int]:
+        median, most = super().predict(sequence)
+        return min(2, median), min(2, most)
 
 
 def token_of(sequence: Sequence, index: int) -> int:
@@ -255,7 +256,7 @@ def test_a_chunk_that_chooses_nothing_leaves_no_token_in_flight() -> None:
 
 
 def test_a_preempted_request_waits_for_its_tokens_and_is_computed_with_them() -> None:
-    scheduler, kv = make(num_slots=23)
+    scheduler, kv = make(num_slots=24)
     scheduler.predictor = Hopeful()
     old, young = add(scheduler, "0", 10, 12), add(scheduler, "1", 8, 12)
     steps = [launch(scheduler), launch(scheduler)]
@@ -291,4 +292,47 @@ def test_a_request_that_ends_in_flight_frees_its_slots_at_once() -> None:
     launch(scheduler)
     scheduler.finish(sequence, FinishReason.ABORT)
     assert scheduler.is_idle() and kv.num_used == 0 and launch(scheduler) == ()
+    kv.check_integrity()
+
+
+def cached(kv: KVCache, sequence: Sequence) -> int:
+    """Tokens of a request that a later one like it would find."""
+    assert kv.prefixes is not None
+    return len(kv.prefixes.match((None, None), np.array(sequence.tokens(0, sequence.num_tokens), dtype=np.int32)))
+
+
+def make_caching(num_slots: int = 24) -> tuple[Scheduler, KVCache]:
+    kv = KVCache(num_slots, 8, num_slots, keep_prefixes=True)
+    scheduler = Scheduler(kv, SchedulerLimits(8, 64, 1.0), POLICIES["inference-first"])
+    scheduler.predictor = Hopeful()
+    return scheduler, kv
+
+
+@pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.ABORT])
+def test_what_a_step_in_flight_computes_is_not_shared(end: FinishReason) -> None:
+    scheduler, kv = make_caching()
+    sequence = add(scheduler, "0", 5, 9)
+    steps = [launch(scheduler), launch(scheduler)]
+    scheduler.commit(steps[0][0], 7)
+    assert (sequence.num_computed, sequence.num_proven) == (6, 5)
+    scheduler.finish(sequence, end)
+    assert cached(kv, sequence) == kv.num_used == 5
+
+
+def test_a_request_preempted_behind_a_step_that_fails_leaves_nothing() -> None:
+    scheduler, kv = make_caching()
+    old, young = add(scheduler, "0", 10, 12), add(scheduler, "1", 8, 12)
+    young.prompt = [2] * 8
+    steps = [launch(scheduler), launch(scheduler)]
+    while young.row is not None:  # two steps in flight all the time
+        proven = young.num_proven
+        steps.append(launch(scheduler))
+        for chunk in steps.pop(0):
+            scheduler.commit(chunk, 7)
+    assert young.num_in_flight and young.num_proven == 0
+    assert 8 <= cached(kv, young) <= proven < len(young.prompt) + len(young.output), "its last step is not known"
+    scheduler.finish(young, FinishReason.ERROR)
+    assert cached(kv, young) == 0 and kv.num_cached == 0
+    scheduler.finish(old, FinishReason.STOP)
+    assert cached(kv, old) > 10, "what ends well later is known again"
     kv.check_integrity()

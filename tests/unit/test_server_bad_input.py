@@ -20,7 +20,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
         "best_of": 3, "use_beam_search": True, "functions": [{}], "tool_choice": "required",
         "modalities": ["audio"], "web_search_options": {"a": 1}, "reasoning_effort": "high", "store": True,
         "echo": True, "chat_template": "x", "continue_final_message": True, "documents": [{}],
-        "bad_words": ["a"], "priority": 1, "allowed_token_ids": [1], "length_penalty": 2.0, "truncate_prompt_tokens": 5,
+        "bad_words": ["a"], "allowed_token_ids": [1], "length_penalty": 2.0, "truncate_prompt_tokens": 5,
     }.items()
 ] + [(COMPLETION, {"suffix": "x"}, "suffix")]  # fmt: skip
 INVALID: list[tuple[str, dict[str, Any], str | None]] = [
@@ -145,6 +145,17 @@ def test_neutral_and_unknown_fields_pass(server: Any) -> None:
     }  # fmt: skip
     assert _post(server, CHAT, neutral).status_code == 200
     assert server.engine.added[0].sampling.logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_priority_and_service_tier(server: Any, path: str) -> None:
+    asked = [{}, {"service_tier": "flex"}, {"service_tier": "priority"}, {"priority": -3}, {"priority": 7}]
+    tiers = [_post(server, path, body).json().get("service_tier") for body in asked]
+    assert tiers == [None, "flex", "default", None, None]
+    assert [request.priority for request in server.engine.added] == [0, 1, 0, -3, 7]
+    for wrong in ({"priority": 101}, {"priority": "high"}, {"priority": 1.5}, {"service_tier": "gold"}):
+        response = _post(server, path, wrong)
+        assert response.status_code == 400 and _error(response)["param"] == next(iter(wrong))
 
 
 def test_unknown_models_routes_and_methods(server: Any) -> None:

@@ -208,6 +208,7 @@ def test_metrics(serve: Callable[..., Any]) -> None:
         f"vllm:prompt_tokens_total{labels} 7.0",
         f"vllm:kv_cache_usage_perc{labels} 0.5",
         f"vllm:train_loss{labels} 1.5",
+        'vllm:train_job_device_seconds{engine="0",job_id="ftjob-1",model_name="base"} 2.5',
         'vllm:memory_bytes{engine="0",model_name="base",owner="weights"} 100.0',
         'http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 1.0',
     ):

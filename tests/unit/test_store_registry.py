@@ -199,6 +199,22 @@ def test_expired_files_are_gone(store: Store) -> None:
     assert store.files.expired() == ["file-1"]
 
 
+def test_an_older_schema_is_brought_up_to_date_without_loss(store: Store) -> None:
+    path = store.state_dir / "fineinfer.db"
+    job = store.jobs.create(make_job())
+    store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE jobs DROP COLUMN device_s")
+        connection.execute("PRAGMA user_version=1")
+    connection.close()
+    store = Store(path.parent)
+    assert store.jobs.require(job.id) == job and job.device_s == 0.0
+    for used in (2.5, 4.0, 3.0):  # late news is no news
+        store.jobs.record_usage(job.id, used)
+    store.close()
+    assert Store(path.parent).jobs.require(job.id).device_s == 4.0
+
+
 def test_a_newer_schema_is_refused(store: Store) -> None:
     path = store.state_dir / "fineinfer.db"
     store.close()

@@ -1,0 +1,107 @@
+"""The rungs of the ladder that cost work: what each frees, what it costs, and taking it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.training.parking import ParkableTrainer
+
+DROP, FINISH, ABORT, PARK, UNPARK = "drop_kept", "finish", "abort", "park", "unpark"
+FIRST_PARK_BYTES_S = {"cpu": 200e6, "cuda": 10e9}  # to disk with checksums, over PCIe; measured from the first time on
+RATE_WEIGHT = 0.5  # of the newest measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One way to take memory from the running job.
+
+    Attributes:
+        name: ``drop_kept``, ``finish`` (the micro-batch), ``abort`` (it) or ``park`` (the job).
+        num_bytes: Leased bytes that it frees.
+        cost_s: Seconds of the device that must run again, or for ``finish`` that requests wait; moving state included.
+    """
+
+    name: str
+    num_bytes: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LadderStep:
+    """A rung that was taken or climbed back: bytes that changed hands, milliseconds, layers recomputed for it."""
+
+    name: str
+    num_bytes: int
+    ms: float
+    num_layers: int = 0
+
+
+class Rungs:
+    """Prices the rungs with measured slice times.
+
+    Args:
+        latency: Slice times.
+        device: Type of the device, for the first guess of what parking takes.
+    """
+
+    def __init__(self, latency: LatencyModel, device: str) -> None:
+        self._latency = latency
+        self._park_bytes_s = FIRST_PARK_BYTES_S.get(device, FIRST_PARK_BYTES_S["cuda"])
+
+    def of(self, trainer: ParkableTrainer, activations: int, state: int, floor: int = 0) -> list[Rung]:
+        """The rungs that there are now, each with all that it frees.
+
+        Args:
+            trainer: Runs and is not parked.
+            activations: Bytes leased for the micro-batch under way.
+            state: Bytes leased for masters, moments and gradients.
+            floor: Bytes that only parking frees.
+        """
+        rungs = []
+        num_tokens = trainer.micro_batch_tokens
+        if trainer.micro_batch_open:
+            least, most = trainer.bytes_if_recomputed(num_tokens), trainer.bytes_if_all_kept(num_tokens)
+            spare = activations - max(least, floor)
+            if spare > 0 and trainer.can_drop:
+                num_layers = trainer.num_layers * min(1.0, spare / max(1, most - least))
+                rungs.append(Rung(DROP, spare, num_layers * self._latency.estimate("forward", num_tokens)))
+            rungs.append(Rung(FINISH, activations - floor, self._seconds(trainer.left_of_micro_batch())))
+            rungs.append(Rung(ABORT, activations - floor, self._seconds(trainer.lost_by_abort())))
+        move_s = 2 * trainer.state_bytes / self._park_bytes_s
+        rungs.append(Rung(PARK, activations + state, self._seconds(trainer.lost_by_park()) + move_s))
+        return rungs
+
+    def observe_move(self, num_bytes: int, seconds: float) -> None:
+        """Learn how fast a job is parked or unparked."""
+        if seconds > 0.0:
+            self._park_bytes_s += RATE_WEIGHT * (num_bytes / seconds - self._park_bytes_s)
+
+    def _seconds(self, units: Counter[tuple[str, int]]) -> float:
+        """Of units; a kind that has not been seen yet counts as a forward, which comes first."""
+        estimate = self._latency.estimate
+        return sum(
+            count * (estimate(kind, tokens) or estimate("forward", tokens)) for (kind, tokens), count in units.items()
+        )
+
+
+def cheapest(rungs: list[Rung], num_bytes: int) -> Rung | None:
+    """The rung of least cost that frees so many bytes, None if none does."""
+    enough = [rung for rung in rungs if rung.num_bytes >= num_bytes]
+    return min(enough, key=lambda rung: (rung.cost_s, rung.num_bytes), default=None)
+
+
+def take(rung: Rung, trainer: ParkableTrainer) -> int:
+    """Do it; the number of layers whose graphs were dropped.
+
+    Raises:
+        TrainingError: The job cannot be parked now, and goes on.
+    """
+    if rung.name == DROP:
+        return trainer.drop_kept()[0]
+    if rung.name == ABORT:
+        trainer.abort_micro_batch()
+    else:
+        trainer.park()
+    return 0

@@ -1,0 +1,131 @@
+"""A trainer that can give up more than kept graphs: the micro-batch under way, then everything it holds; bit-exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from fineinfer.adapters.weights import LoraWeights
+from fineinfer.training.checkpoint import Moments
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.step import Unit
+from fineinfer.training.trainer import Trainer
+
+IN_HOST_MEMORY = ("cuda",)  # devices whose jobs are parked there; elsewhere it is the same memory, so on disk
+
+
+@dataclass
+class _HostCopy:
+    """Masters and moments in pinned host memory, while the device has none of them."""
+
+    masters: LoraWeights
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+class ParkableTrainer(Trainer):
+    """A ``Trainer`` whose memory can be taken away at any unit; what was under way runs again with the same result."""
+
+    _parked = False
+    _host_copy: _HostCopy | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether masters, moments and gradients are elsewhere; ``advance`` must not be called then."""
+        return self._parked
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether kept graphs may be dropped, which the job's settings can forbid."""
+        return self._job.settings.recompute != "never"
+
+    # ------------------------------------------------------------ the micro-batch
+
+    def left_of_micro_batch(self) -> Counter[Unit]:
+        """Units until the micro-batch under way ends."""
+        return Counter(() if self._update is None else self._update.left_of_micro_batch())
+
+    def lost_by_abort(self) -> Counter[Unit]:
+        """Units that ``abort_micro_batch`` would make run again."""
+        return Counter(() if self._update is None else self._update.lost_by_abort())
+
+    def abort_micro_batch(self) -> None:
+        """Give up the micro-batch under way; it runs again from its start.
+
+        Once it has added to the gradient the whole update begins anew, which zeroes the gradient: undoing a sum, or
+        adding up in another order, would change bits.
+        """
+        if self._update is not None and not self._update.replay():
+            self.abandon_update()
+
+    # ------------------------------------------------------------ everything
+
+    def lost_by_park(self) -> Counter[Unit]:
+        """Units of the running update so far: gradients are not kept."""
+        return Counter(() if self._update is None else self._update.finished())
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def park(self) -> None:
+        """Free all that the job holds: masters and moments go to host memory on a GPU, to a checkpoint on disk else.
+
+        Raises:
+            CheckpointError: The disk took nothing; nothing was freed.
+            TrainingError: The adapter is not finite.
+        """
+        if self._parked:
+            return
+        self.abandon_update()
+        if self._context.decoder.device.type in IN_HOST_MEMORY:
+            optimizer = self._state.optimizer
+            masters = LoraWeights(self._state.masters.layout, _to_host(self._state.masters.flat))
+            self._host_copy = _HostCopy(masters, _to_host(optimizer.exp_avg), _to_host(optimizer.exp_avg_sq))
+        else:
+            self.save_resume_point()
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(0)  # views of it, such as the adapter's matrices, stay what they are
+        self._parked = True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def unpark(self) -> None:
+        """Take the memory back and go on where the job stood.
+
+        Raises:
+            TrainingError: The checkpoint that it went to is gone.
+        """
+        if not self._parked:
+            return
+        for tensor in self._tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        state, copy, step = self._state, self._host_copy, self.step
+        if copy is not None:
+            moments = {"exp_avg": copy.exp_avg, "exp_avg_sq": copy.exp_avg_sq}
+            state.restore(copy.masters, moments, state.optimizer.num_updates)
+        elif step == 0:  # nothing was written: it is what it began as
+            fresh = LoraWeights.init(state.masters.layout, state.masters.flat.dtype, "cpu", self._job.settings.seed)
+            zeros = torch.zeros_like(fresh.flat)
+            state.restore(fresh, {"exp_avg": zeros, "exp_avg_sq": zeros}, 0)
+        else:
+            self._saved_step = 0
+            self._resume()
+            if self._saved_step == 0:
+                raise TrainingError(f"the checkpoint of update {step} is gone", "checkpoint_failed")
+            self._next = self._load(self.step)
+        self._host_copy, self._parked = None, False
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Everything that lives as long as the job: distinct storages."""
+        state = self._state
+        flats = [state.masters.flat, state.grads.flat, state.optimizer.exp_avg, state.optimizer.exp_avg_sq]
+        return flats if state.compute is state.masters else [*flats, state.compute.flat]
+
+    def _durable(self) -> tuple[LoraWeights, Moments]:
+        copy = self._host_copy
+        return super()._durable() if copy is None else (copy.masters, copy)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
