@@ -99,9 +99,9 @@ def expected_peak(members: list[Sequence], predictor: LengthPredictor) -> int:
     """Slots that suffice for these requests with about 90 % probability, and surely for those preempted often.
 
     The peak of the medians, and beyond it the root of the summed squares of what each may exceed its own by: lengths
-    are independent, so their excesses average out; the sum of all 90th percentiles kept a quarter of the pool idle.
+    are independent, so their excesses average out.
     Requests preempted ``MAX_PREEMPTIONS`` times must fit whatever they generate, since the others give way to them:
-    so they are not preempted again. (benchmarks/simulate.py --admission compares.)
+    so they are not preempted again.
     """
     have = [member.num_tokens for member in members]
     left = [predictor.predict(member) for member in members]
