@@ -98,6 +98,9 @@ class SchedulerConfig:
         0.05, number(0, 1), "FRACTION", "slo: part of the time that a job gets whatever the load."
     )
     train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "slo: part of the time that a job never exceeds.")
+    no_training_overlap: bool = _setting(
+        False, switch, "", "slo on CUDA: train between the steps of requests, not beside them."
+    )
     max_num_seqs: int | None = _setting(
         None, whole(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
     )

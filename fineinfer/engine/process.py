@@ -45,6 +45,7 @@ from fineinfer.messages import EngineInfo, FromEngine, ToEngine
 from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
 from fineinfer.parent_death import die_with_parent
+from fineinfer.runner.step_graphs import SERVING_PRIORITY
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.slo import SloTargets, make_policy
@@ -59,6 +60,7 @@ class Base:
     max_model_len: int
     device: torch.device
     runner_parts: RunnerParts
+    training_stream: torch.cuda.Stream | None
 
 
 def main() -> None:
@@ -96,6 +98,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     device = pick_device(settings.device)
+    stream = pick_training_stream(settings, device)
     budget = memory_budget(settings, device)
     model = load_model(
         settings.model,
@@ -136,7 +139,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         # the base of dynamic RoPE depends on the whole prompt, so its keys serve no other prompt
         keep_prefixes=not settings.no_enable_prefix_caching and not model.decoder.rope.needs_lengths,
     )
-    base = Base(model, adapters, max_model_len, device, parts)
+    base = Base(model, adapters, max_model_len, device, parts, stream)
     return wire(settings, token, base, kv_cache, plan.with_pool(pool))
 
 
@@ -145,6 +148,17 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no usable CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_training_stream(settings: EngineSettings, device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for training beside steps; serving then gets one that goes before it. None: training between steps.
+
+    Only policy ``slo`` trains while requests run.
+    """
+    if device.type != "cuda" or settings.policy != "slo" or settings.no_training_overlap:
+        return None
+    torch.cuda.set_stream(torch.cuda.Stream(device, priority=SERVING_PRIORITY))  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
 
 def pick_context_length(settings: EngineSettings, model: LoadedModel) -> int:
@@ -203,7 +217,7 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
-    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend)
+    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend, base.training_stream)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
     parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)

@@ -40,4 +40,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     attention_backend: str = "auto"
     no_enable_prefix_caching: bool = False
+    no_training_overlap: bool = False
     engine_address: str

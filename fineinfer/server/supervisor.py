@@ -212,6 +212,7 @@ class Supervisor:
             deferral_bound_s=scheduler.deferral_bound_s,
             slo_ttft_ms=scheduler.slo_ttft_ms,
             slo_tpot_ms=scheduler.slo_tpot_ms,
+            no_training_overlap=scheduler.no_training_overlap,
             train_share_min=scheduler.train_share_min,
             train_share_max=scheduler.train_share_max,
             num_threads=model.num_threads,
