@@ -32,6 +32,7 @@ from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.rungs import Rungs
 from fineinfer.engine.runners import RunnerParts, fit_serving, make_runner, pick_backend, prepare
 from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.start_times import StartTimes
 from fineinfer.engine.statistics import Counters, StatisticsSource
 from fineinfer.engine.training_host import TrainingHost
 from fineinfer.ipc import Router
@@ -61,6 +62,7 @@ class Base:
     device: torch.device
     runner_parts: RunnerParts
     training_stream: torch.cuda.Stream | None
+    times: StartTimes
 
 
 def main() -> None:
@@ -94,6 +96,8 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         MemoryPlanError: The memory budget is too small.
         ValueError: A setting that only the model can judge, such as a context length beyond its own.
     """
+    times = StartTimes()
+    times.ended("imports")
     set_malloc_thresholds()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
@@ -108,6 +112,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         revision=settings.revision,
         seed=settings.seed,
     )
+    times.ended("weights")
     max_model_len = pick_context_length(settings, model)
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
     adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
@@ -125,6 +130,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     backend = pick_backend(settings, device)
     parts = RunnerParts(model.decoder, adapters, limits, device, backend, settings.enforce_eager)
     parts, workspace = fit_serving(settings, parts, max_model_len, kv_spec, left)
+    times.ended("dry run")
     gc.collect()
     return_freed_memory(device)  # of the dry run: the pool takes it
     fixed = {"weights": weights, "workspace": workspace, "adapters": adapters.stacks.num_bytes}
@@ -139,7 +145,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         # the base of dynamic RoPE depends on the whole prompt, so its keys serve no other prompt
         keep_prefixes=not settings.no_enable_prefix_caching and not model.decoder.rope.needs_lengths,
     )
-    base = Base(model, adapters, max_model_len, device, parts, stream)
+    base = Base(model, adapters, max_model_len, device, parts, stream, times)
     return wire(settings, token, base, kv_cache, plan.with_pool(pool))
 
 
@@ -195,9 +201,10 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     rungs = Rungs(latency, device.type)
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots, rungs, keep_floor)
     runner = make_runner(base.runner_parts, kv_cache)
+    base.times.ended("memory")
     said = prepare(base.runner_parts, runner)
     if said is not None:
-        print(said, file=sys.stderr, flush=True)
+        print(f"{base.times}; {said}", file=sys.stderr, flush=True)
     info = EngineInfo(
         boot_id=secrets.token_hex(8),
         base_model=settings.base_model,
