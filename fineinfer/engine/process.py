@@ -47,6 +47,7 @@ from fineinfer.parent_death import die_with_parent
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.slo import SloTargets, make_policy
+from fineinfer.training.determinism import prepare_determinism
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         ValueError: A setting that only the model can judge, such as a context length beyond its own.
     """
     set_malloc_thresholds()
+    if settings.deterministic:
+        prepare_determinism()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     device = pick_device(settings.device)
@@ -200,7 +203,8 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
-    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend)
+    backend = base.runner_parts.backend
+    training = TrainingHost(model.decoder, ladder, latency, outbox, backend, settings.deterministic)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
     parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)

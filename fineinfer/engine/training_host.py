@@ -34,16 +34,23 @@ class TrainingHost:
         latency: Slice times.
         outbox: Job events go to the supervisor.
         backend: ``reference`` or ``triton``, as serving.
+        deterministic: See ``Trainer``.
     """
 
     def __init__(
-        self, decoder: Decoder, ladder: MemoryLadder, latency: LatencyModel, outbox: Outbox, backend: str
+        self,
+        decoder: Decoder,
+        ladder: MemoryLadder,
+        latency: LatencyModel,
+        outbox: Outbox,
+        backend: str,
+        deterministic: bool = False,
     ) -> None:
         self._decoder = decoder
         self._ladder = ladder
         self._latency = latency
         self._outbox = outbox
-        self._ops = pick_ops(backend, decoder.device)
+        self._ops, self._deterministic = pick_ops(backend, decoder.device), deterministic
         self._pending: deque[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.job: StartJob | None = None
         self.trainer: Trainer | None = None
@@ -63,7 +70,7 @@ class TrainingHost:
             return
         self.job = message
         try:
-            trainer = Trainer(self._decoder, message, self._keep, ops=self._ops)
+            trainer = Trainer(self._decoder, message, self._keep, None, self._ops, self._deterministic)
             self.trainer = trainer
             state_bytes, micro_batch = trainer.state_bytes, trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
             if not self._ladder.lease_state(state_bytes + micro_batch):
