@@ -49,6 +49,9 @@ class ModelConfig:
     attention_backend: str = _setting(
         "auto", one_of("auto", "reference", "triton"), "NAME", "auto | reference | triton; auto: triton on CUDA."
     )
+    deterministic: bool = _setting(
+        False, switch, "", "Training gives the same bits in every run, whatever the load, on a GPU too."
+    )
     seed: int = _setting(0, whole(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
 
 

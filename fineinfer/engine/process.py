@@ -34,7 +34,7 @@ from fineinfer.engine.runners import RunnerParts, fit_serving, make_runner, pick
 from fineinfer.engine.settings import EngineSettings
 from fineinfer.engine.start_times import StartTimes
 from fineinfer.engine.statistics import Counters, StatisticsSource
-from fineinfer.engine.training_host import TrainingHost
+from fineinfer.engine.training_host import TrainingHost, TrainingWay
 from fineinfer.ipc import Router
 from fineinfer.memory.cuda_memory import open_driver
 from fineinfer.memory.freed_memory import return_freed_memory
@@ -50,6 +50,7 @@ from fineinfer.runner.step_graphs import SERVING_PRIORITY
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.slo import SloTargets, make_policy
+from fineinfer.training.determinism import prepare_determinism
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         ValueError: A setting that only the model can judge, such as a context length beyond its own.
     """
     times = StartTimes()
-    times.ended("imports")
     set_malloc_thresholds()
+    if settings.deterministic:
+        prepare_determinism()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     device = pick_device(settings.device)
@@ -161,7 +163,7 @@ def pick_training_stream(settings: EngineSettings, device: torch.device) -> torc
 
     Only policy ``slo`` trains while requests run.
     """
-    if device.type != "cuda" or settings.policy != "slo" or settings.no_training_overlap:
+    if device.type != "cuda" or settings.policy != "slo" or settings.no_training_overlap or settings.deterministic:
         return None
     torch.cuda.set_stream(torch.cuda.Stream(device, priority=SERVING_PRIORITY))  # type: ignore[no-untyped-call]
     return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
@@ -224,7 +226,8 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
-    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend, base.training_stream)
+    how = TrainingWay(base.runner_parts.backend, base.training_stream, settings.deterministic)
+    training = TrainingHost(model.decoder, ladder, latency, outbox, how)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
     parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)

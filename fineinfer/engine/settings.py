@@ -13,6 +13,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         base_model: Name the base model is served under.
         engine_address: ``ipc://`` address to bind.
         policy: Name of the co-scheduling policy.
+        deterministic: Training gives the same bits in every run.
     """
 
     model: str | None
@@ -39,6 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    deterministic: bool = False
     no_enable_prefix_caching: bool = False
     no_training_overlap: bool = False
     engine_address: str

@@ -13,6 +13,7 @@ class StartTimes:
     def __init__(self) -> None:
         self._since_s = psutil.Process().create_time()
         self._phases: list[str] = []
+        self.ended("imports")
 
     def ended(self, phase: str) -> None:
         """A phase ends, the next begins."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +37,21 @@ MAX_BESIDE = 3  # units in flight beside requests: enough for the device between
 LAUNCH_AHEAD = 2  # units in flight on a GPU: a host wait after every unit costs 0.5 ms of a 1.4 to 2.7 ms unit
 
 
+@dataclass(frozen=True)
+class TrainingWay:
+    """On what jobs are trained.
+
+    Attributes:
+        backend: ``reference`` or ``triton``, as serving.
+        stream: Of the jobs' work, beside requests; None: it runs between their steps, on the stream that is current.
+        deterministic: See ``Trainer``.
+    """
+
+    backend: str
+    stream: torch.cuda.Stream | None = None
+    deterministic: bool = False
+
+
 class _Launched(NamedTuple):
     """A unit on its way; ``steps`` is the number of steps launched until then, -1 if one ran at that time."""
 
@@ -54,8 +70,7 @@ class TrainingHost:
         ladder: Memory.
         latency: Slice times.
         outbox: Job events go to the supervisor.
-        backend: ``reference`` or ``triton``, as serving.
-        stream: Of the job's work, beside requests; None: it runs between their steps, on the stream that is current.
+        how: On what it trains.
     """
 
     def __init__(
@@ -64,15 +79,13 @@ class TrainingHost:
         ladder: MemoryLadder,
         latency: LatencyModel,
         outbox: Outbox,
-        backend: str,
-        stream: torch.cuda.Stream | None = None,
+        how: TrainingWay,
     ) -> None:
         self._decoder = decoder
         self._ladder = ladder
         self._latency = latency
         self._outbox = outbox
-        self._ops = pick_ops(backend, decoder.device)
-        self._stream = stream
+        self._how, self._ops = how, pick_ops(how.backend, decoder.device)
         self._pending: deque[_Launched] = deque()
         self._num_steps = 0  # of requests, launched so far
         self.job: StartJob | None = None
@@ -95,8 +108,8 @@ class TrainingHost:
         self.job = message
         self.job_device_s = self._reported_s = message.device_s
         try:
-            with torch.cuda.stream(self._stream):  # of None: the current one
-                trainer = ParkableTrainer(self._decoder, message, self._keep, ops=self._ops)
+            with torch.cuda.stream(self._how.stream):  # of None: the current one
+                trainer = ParkableTrainer(self._decoder, message, self._keep, None, self._ops, self._how.deterministic)
             self.trainer = trainer
             state_bytes, micro_batch = trainer.state_bytes, trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
             if not self._ladder.can_ever_hold(trainer):
@@ -166,7 +179,7 @@ class TrainingHost:
     @property
     def can_run_beside(self) -> bool:
         """Whether units can run beside steps."""
-        return self._stream is not None
+        return self._how.stream is not None
 
     def step_begins(self) -> bool:
         """Note that a step is launched now; whether the device still runs units then."""

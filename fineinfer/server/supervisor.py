@@ -218,6 +218,7 @@ class Supervisor:
             num_threads=model.num_threads,
             enforce_eager=model.enforce_eager,
             attention_backend=model.attention_backend,
+            deterministic=model.deterministic,
             engine_address=self._address("engine"),
         )
         self._health = EngineHealth()

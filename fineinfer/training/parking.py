@@ -53,6 +53,11 @@ class ParkableTrainer(Trainer):
         """See ``Trainer``."""
         super().save_resume_point()
 
+    @on_own_stream
+    def offload_inputs(self) -> tuple[int, int]:
+        """See ``TrainerMemory``."""
+        return super().offload_inputs()
+
     @property
     def next_unit_waits(self) -> bool:
         """Whether the next unit makes the host wait for the device: an optimizer step, a checkpoint."""

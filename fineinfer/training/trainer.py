@@ -27,15 +27,18 @@ from fineinfer.training.checkpoint import (
     read_newest,
     write_checkpoint,
 )
-from fineinfer.training.dataset import MicroBatch, PackedDataset, Schedule
+from fineinfer.training.dataset import PackedDataset, Schedule
+from fineinfer.training.determinism import fixed_order
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.fused_layers import make_layers
+from fineinfer.training.offload import host_store
 from fineinfer.training.ops import TrainingOps
 from fineinfer.training.projection import adapted_blocks
 from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message, trainer_state
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
+from fineinfer.training.trainer_memory import TrainerMemory
 from fineinfer.training.update import RunningUpdate, micro_batch_units
 
 MAX_BAD_UPDATES_IN_A_ROW = 3
@@ -53,7 +56,7 @@ class UnitReport:
     num_tokens: int
 
 
-class Trainer:
+class Trainer(TrainerMemory):
     """Runs one fine-tuning job.
 
     Args:
@@ -63,6 +66,7 @@ class Trainer:
             not asked when the job's ``recompute`` is "always" or "never".
         head_chunk_tokens: Rows of one head unit; None chooses by device.
         ops: Kernels to train with, over FusedLayers; None: the reference operations, over AutogradLayers.
+        deterministic: Two runs give the same bits on a GPU too, and no micro-batch is split.
 
     Attributes:
         cursor: Where the job stands.
@@ -81,8 +85,9 @@ class Trainer:
         keep_policy: KeepPolicy,
         head_chunk_tokens: int | None = None,
         ops: TrainingOps | None = None,
+        deterministic: bool = False,
     ) -> None:
-        self._job, settings = start, start.settings
+        self._job, settings, self._deterministic = start, start.settings, deterministic
         check_settings(settings)
         dataset = PackedDataset(Path(start.job_dir) / "dataset.safetensors", start.dataset_sha256)
         dataset.check_token_ids(decoder.spec.vocab_size)
@@ -97,7 +102,7 @@ class Trainer:
         chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
         keep = {"always": lambda *_: False, "never": lambda *_: True}.get(settings.recompute, keep_policy)
         sizes = measure_activations(decoder, layers, chunk, fused_head=ops is not None)
-        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes)
+        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device))
         self.cursor = Cursor()
         self.log_history: list[dict[str, Any]] = []
         self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
@@ -131,11 +136,6 @@ class Trainer:
         return self.schedule.steps_per_epoch
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._context.sizes.num_layers
-
-    @property
     def num_trainable_parameters(self) -> int:
         """Parameters of the adapter."""
         return self._state.masters.layout.num_parameters
@@ -149,11 +149,6 @@ class Trainer:
     def at_update_boundary(self) -> bool:
         """Whether no update is under way."""
         return self._update is None
-
-    @property
-    def micro_batch_open(self) -> bool:
-        """Whether a micro-batch is under way, so that its activations are held."""
-        return self._update is not None and self._update.current is not None
 
     @property
     def begins_micro_batch(self) -> bool:
@@ -179,7 +174,10 @@ class Trainer:
                 raise TrainingError("the job is finished")
             self._state.grads.flat.zero_()
             self._update = RunningUpdate(self._context, self._next, self._undecided_kind)
-        return UnitReport(*(self._update.advance() or self._finish_update(self._update)))
+        with fixed_order(self._deterministic):
+            unit = self._update.advance() or self._finish_update(self._update)
+        self._begun()
+        return UnitReport(*unit)
 
     def abandon_update(self) -> None:
         """Drop the running update and its memory; ``advance`` runs it again from its start, with the same result."""
@@ -255,68 +253,13 @@ class Trainer:
 
     def next_update_units(self) -> Counter[Unit]:
         """The same for the next update to start, and for a checkpoint that is due before it."""
-        batches = self._next if self._update is None else self._load(self.cursor.step + 1)
+        batches = self._following_batches()
         units = [u for batch in batches for u in micro_batch_units(batch, self._context, self._undecided_kind)]
         if batches:
             units.append(("optimizer", sum(batch.num_tokens for batch in batches)))
         if self._update is None and self.checkpoint_due:
             units += [("checkpoint", 0)] * (self._saved_step != self.step) + [("publish", 0)]
         return Counter(units)
-
-    # ------------------------------------------------------------ for the memory governor
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes the job holds all the time: masters, compute copy, gradients, moments."""
-        return self._state.num_bytes
-
-    @property
-    def max_micro_batch_tokens(self) -> int:
-        """No micro-batch of the job has more tokens."""
-        return self.schedule.max_micro_batch_tokens
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of the micro-batch under way, 0 between two."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.num_tokens
-
-    def next_micro_batch_tokens(self) -> int:
-        """Tokens of the next micro-batch to begin, 0 when none is left."""
-        waiting = None if self._update is None else self._update.next_micro_batch_tokens
-        if waiting is None:
-            batches = self._next if self._update is None else self._load(self.cursor.step + 1)
-            waiting = batches[0].num_tokens if batches else 0
-        return waiting
-
-    def bytes_if_all_kept(self, num_tokens: int) -> int:
-        """Peak activation bytes of a micro-batch of this many tokens with every layer kept."""
-        return self._context.sizes.all_kept(num_tokens)
-
-    def bytes_if_recomputed(self, num_tokens: int) -> int:
-        """The same with every layer recomputed."""
-        return self._context.sizes.all_recomputed(num_tokens)
-
-    def held_bytes(self) -> int:
-        """Bytes of layer inputs and kept graphs held now."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.held_bytes
-
-    def num_kept_layers(self) -> int:
-        """Layers whose graph is held now."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.num_kept
-
-    def drop_kept(self, bytes_wanted: int | None = None) -> tuple[int, int]:
-        """Free kept graphs in mid-step (None: all of them); their layers are recomputed, bit-equal.
-
-        Returns:
-            (layers dropped, bytes freed); nothing for a job with ``recompute="never"``.
-        """
-        current = None if self._update is None else self._update.current
-        if current is None or self._job.settings.recompute == "never":
-            return 0, 0
-        return current.drop_kept(bytes_wanted)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -391,6 +334,3 @@ class Trainer:
         newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
         self._reports += [progress_message(self.job_id, entry, self.total_steps) for entry in newest]
         self._note("info", f"training goes on from the checkpoint of update {saved.step}")
-
-    def _load(self, step: int) -> list[MicroBatch]:
-        return self.schedule.load(step, self._context.decoder.device)
