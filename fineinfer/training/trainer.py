@@ -1,7 +1,7 @@
 """The trainer of one job: runs it one unit at a time, owns gradients, optimizer and data cursor, writes checkpoints.
 
-It has no thread and calls no governor: whoever drives it decides when ``advance`` is called, and answers the injected
-keep policy. A job is a pure function of its settings and data, whatever the pace and whatever was kept or dropped.
+It calls no governor: whoever drives it decides when ``advance`` is called, and answers the injected keep policy. A job
+is a pure function of its settings and data, whatever the pace and whatever was kept or dropped.
 """
 
 from __future__ import annotations
@@ -11,22 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from fineinfer.adapters.config import AdapterError
-from fineinfer.adapters.weights import LoraLayout, LoraWeights
+from fineinfer.adapters.weights import LoraLayout
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
-from fineinfer.training.checkpoint import (
-    CheckpointError,
-    Moments,
-    checkpoint_folder,
-    publish_adapter,
-    read_newest,
-    write_checkpoint,
-)
 from fineinfer.training.dataset import PackedDataset, Schedule
 from fineinfer.training.determinism import fixed_order
 from fineinfer.training.errors import TrainingError
@@ -34,15 +25,15 @@ from fineinfer.training.fused_layers import make_layers
 from fineinfer.training.offload import host_store
 from fineinfer.training.ops import TrainingOps
 from fineinfer.training.projection import adapted_blocks
-from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message, trainer_state
+from fineinfer.training.reports import Cursor, log_entry, progress_message
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
+from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 from fineinfer.training.trainer_memory import TrainerMemory
 from fineinfer.training.update import RunningUpdate, micro_batch_units
 
 MAX_BAD_UPDATES_IN_A_ROW = 3
-NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
 HEAD_CHUNK_TOKENS = {"cpu": 128, "cuda": 512}  # a head unit should take about as long as a layer unit
 
 ReportT = TypeVar("ReportT", JobProgress, JobNote, JobCheckpoint)
@@ -56,7 +47,7 @@ class UnitReport:
     num_tokens: int
 
 
-class Trainer(TrainerMemory):
+class Trainer(TrainerMemory, TrainerCheckpoints):
     """Runs one fine-tuning job.
 
     Args:
@@ -108,8 +99,7 @@ class Trainer(TrainerMemory):
         self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
         if dataset.num_skipped:
             self._note("warn", f"{dataset.num_skipped} examples have no trained token and are left out")
-        self._saved_step = self._announced_step = 0
-        self._resume()
+        self._begin_checkpoints()
         self._update: RunningUpdate | None = None
         self._next = self._load(self.cursor.step)
 
@@ -188,6 +178,7 @@ class Trainer(TrainerMemory):
     def close(self) -> None:
         """Free everything; the trainer cannot be used after this."""
         self.abandon_update()
+        self._close_checkpoints()
         self._next = []
         del self._context, self._state
 
@@ -260,77 +251,3 @@ class Trainer(TrainerMemory):
         if self._update is None and self.checkpoint_due:
             units += [("checkpoint", 0)] * (self._saved_step != self.step) + [("publish", 0)]
         return Counter(units)
-
-    # ------------------------------------------------------------ checkpoints
-
-    @property
-    def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is to be announced here: each ``save_steps``, else each epoch; and at the end."""
-        step = self.cursor.step
-        every = self._job.settings.save_steps or self.steps_per_epoch
-        return step != self._announced_step and (step % every == 0 or step >= self.total_steps)
-
-    def save_resume_point(self) -> None:
-        """Write the state after the last finished update, without publishing it; nothing before the first update.
-
-        May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
-
-        Raises:
-            CheckpointError: Nothing was written and nothing was lost; try again.
-            TrainingError: The adapter is not finite.
-        """
-        step = self.step
-        if step == self._saved_step:  # 0 before the first update
-            return
-        masters, moments = self._durable()
-        if not masters.is_finite():
-            raise TrainingError(f"the adapter is not finite after update {step}", "non_finite")
-        state = trainer_state(self.cursor, self.total_steps, self._job.settings.n_epochs, self.log_history)
-        state |= {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
-        write_checkpoint(Path(self._job.job_dir), masters, self._job.settings.lora, moments, state)
-        self._saved_step = step
-
-    def _durable(self) -> tuple[LoraWeights, Moments]:
-        """What a checkpoint is made of."""
-        return self._state.masters, self._state.optimizer
-
-    def _checkpoint_unit(self) -> str:
-        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
-        try:
-            if self._saved_step != self.step:
-                self.save_resume_point()
-                return "checkpoint"
-            directory = checkpoint_folder(Path(self._job.job_dir), self.step)
-            version, adapter = publish_adapter(directory, Path(self._job.adapters_dir))
-        except CheckpointError as error:
-            if self.step >= self.total_steps:
-                raise
-            self._announced_step = self.step
-            self._note("error", f"{error}; training goes on, the next checkpoint is tried at its time")
-            return "checkpoint"
-        self._announced_step = self.cursor.step
-        final = self.step >= self.total_steps
-        message = checkpoint_message(self._job, self.cursor, self.log_history, (version, adapter), final)
-        self._reports.append(message)
-        return "publish"
-
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree on to be this job's."""
-        settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
-        job = self._job
-        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
-
-    def _resume(self) -> None:
-        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
-        if saved is None:
-            return
-        for key, value in self._identity().items():
-            if saved.trainer_state.get(key) != value:
-                raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
-        self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
-        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
-        # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
-        self._saved_step = self.cursor.step
-        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
-        self._reports += [progress_message(self.job_id, entry, self.total_steps) for entry in newest]
-        self._note("info", f"training goes on from the checkpoint of update {saved.step}")
