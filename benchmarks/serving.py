@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class Engine:
     Attributes:
         info: What the engine said of itself.
         start_s: Seconds from the start of the process until it was ready.
+        seen: The statistics it sent, about one a second.
     """
 
     def __init__(self, config: Config, folder: Path, profile: Path | None) -> None:
@@ -90,6 +92,7 @@ class Engine:
         own = {"FINEINFER_IPC_TOKEN": token.hex(), "PYTHONSAFEPATH": "1"}
         if profile is not None:
             own["FINEINFER_ENGINE_PROFILE"] = str(profile.absolute())
+        self.seen: deque[EngineStats] = deque(maxlen=1000)
         begin = time.perf_counter()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -135,6 +138,8 @@ class Engine:
         message = self._codec.decode(self._socket.recv_multipart()[-1])
         if isinstance(message, AdapterRejected):
             self.fail(f"adapter {message.name} was rejected: {message.message}")
+        if isinstance(message, EngineStats):
+            self.seen.append(message)
         return message
 
     def greet(self) -> tuple[EngineInfo, EngineStats]:
@@ -172,7 +177,7 @@ def engine_settings(config: Config, address: str) -> EngineSettings:
     return EngineSettings(**own, base_model=config.model.served_model_name or "base", engine_address=address)
 
 
-def parse_engine_flags(flags: Sequence[str], model: str) -> Config:
+def parse_engine_flags(flags: Sequence[str], model: str | None) -> Config:
     """The configuration that `fineinfer serve` makes of these flags; others than the engine's are errors."""
     parser = argparse.ArgumentParser(prog="serving.py ... --", add_help=False, allow_abbrev=False)
     for setting in SETTINGS.values():

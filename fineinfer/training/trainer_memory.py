@@ -136,9 +136,10 @@ class TrainerMemory:
             self._next[:1] = self._next[0].split(max_tokens)
         return self.next_micro_batch_tokens()
 
-    def tokens_within(self, num_bytes: int) -> int:
-        """Most tokens of a recomputed micro-batch that needs no more bytes, 0 if there is none: what to split to."""
-        return bisect.bisect_right(range(1, self.max_micro_batch_tokens + 1), num_bytes, key=self.bytes_if_recomputed)
+    def tokens_within(self, num_bytes: int, offloaded: bool = False) -> int:
+        """What to split to: most tokens of a recomputed micro-batch that needs no more bytes, 0 if there is none."""
+        needed = self.bytes_if_offloaded if offloaded else self.bytes_if_recomputed
+        return bisect.bisect_right(range(1, self.max_micro_batch_tokens + 1), num_bytes, key=needed)
 
     # ------------------------------------------------------------ inside
 

@@ -233,6 +233,7 @@ def test_the_largest_micro_batch_within_some_bytes(tmp_path: Path) -> None:
     most = trainer.max_micro_batch_tokens
     assert trainer.tokens_within(trainer.bytes_if_recomputed(17)) == 17
     assert trainer.tokens_within(trainer.bytes_if_recomputed(17) - 1) == 16
+    assert trainer.tokens_within(trainer.bytes_if_offloaded(17), offloaded=True) == 17
     assert trainer.tokens_within(0) == 0 and trainer.tokens_within(1 << 40) == most
 
 
