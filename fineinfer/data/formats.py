@@ -18,7 +18,6 @@ from fineinfer.data.problems import Problem, RowCheck, RowError
 
 DETECTION_ROWS = 200
 IGNORED_LABEL = -100  # what transformers' losses leave out
-_MAX_NOTES = 50  # kinds of oddities counted in one file
 _Filled = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -189,8 +188,7 @@ def parse_row(row: Any, line: int, name: str, *, alone: bool = True, notes: Coun
         if row.get(key) is None:
             check.refuse("missing_field", f"'{key}' is {'null' if key in row else 'missing'}", key)
     for key in row.keys() - {*form.signs, *form.others}:
-        if len(check.notes) < _MAX_NOTES:
-            check.notes[f"the field '{key[:40]}' is not used"] += 1
+        check.note(f"the field '{key[:40]}' is not used")
     example = form.parse(row, check)
     if check.problems:
         raise RowError(check.problems)

@@ -134,7 +134,7 @@ def _tool_call(call: _Call, where: str, check: RowCheck) -> dict[str, Any]:
         arguments = check.decode(arguments, f"{where}.function.arguments")
         check.convert(arguments, dict[str, Any], f"{where}.function.arguments")
     else:
-        check.notes["arguments of a tool call is an object, which OpenAI takes only as a JSON string"] += 1
+        check.note("arguments of a tool call is an object, which OpenAI takes only as a JSON string")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

@@ -217,7 +217,8 @@ def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummar
             warnings=judge.warnings(),
         )
     # it travels with the adapter: an answer is only right in the template that was trained
-    (job_dir / CHAT_TEMPLATE_FILE).write_text(judge.masker.template.source, encoding="utf-8")
+    if judge.masker.template.source:
+        (job_dir / CHAT_TEMPLATE_FILE).write_text(judge.masker.template.source, encoding="utf-8")
     write_summary(job_dir, summary)
     return summary
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 
 MAX_SHOWN = 20
+MAX_NOTES = 50
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +48,13 @@ class RowCheck:
 
     def __init__(self, line: int, notes: Counter[str]) -> None:
         self._line = line
-        self.notes = notes
+        self._notes = notes
         self.problems: list[Problem] = []
+
+    def note(self, text: str) -> None:
+        """Count an oddity; the first MAX_NOTES kinds are kept apart."""
+        if text in self._notes or len(self._notes) < MAX_NOTES:
+            self._notes[text] += 1
 
     def wrong(self, code: str, where: str, text: str) -> None:
         """Note that the value at ``where`` is wrong and look on."""

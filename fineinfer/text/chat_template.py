@@ -88,16 +88,17 @@ class ChatTemplate:
     def encode_inside(self, text: str) -> tuple[list[int], list[int]]:
         """The same for a text that follows another one.
 
-        SentencePiece-like tokenizers put a space before the first word of what they encode: encode after a newline and
-        cut its ids off again.
+        SentencePiece-like tokenizers put a space before the first word of what they encode: encode after a character
+        and cut its ids off again, unless it joins the text's own first ones.
         """
         if not text:
             return [], []
-        head = self.encode("\n")[0]
-        ids, ends = self.encode(f"\n{text}")
-        if ids[: len(head)] != head:
-            return self.encode(text)
-        return ids[len(head) :], [end - 1 for end in ends[len(head) :]]
+        for lead in "\n0":
+            head = self.encode(lead)[0]
+            ids, ends = self.encode(lead + text)
+            if ids[: len(head)] == head:
+                return ids[len(head) :], [end - 1 for end in ends[len(head) :]]
+        return self.encode(text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a control token's text as ordinary tokens.

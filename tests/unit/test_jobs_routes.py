@@ -196,7 +196,14 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     store: Store = app.state.store
     record = store.jobs.require(job.id)
     settings = resolve_settings(msgspec.convert(record.request, JobRequest), 1000, TrainingSettings())
-    dataset = {"examples": 1000, "tokens": 9, "trainable_tokens": 5, "skipped": 0, "truncated": 0}
+    dataset = {
+        "format": "openai_chat",
+        "examples": 1000,
+        "tokens": 9,
+        "trainable_tokens": 5,
+        "skipped": 0,
+        "truncated": 0,
+    }
     record = store.jobs.transition(record, JobStatus.QUEUED, settings=msgspec.to_builtins(settings), dataset=dataset)
     assert http.get(f"{JOBS}/{job.id}").json()["queue_position"] == 1
     store.jobs.transition(record, JobStatus.RUNNING)
