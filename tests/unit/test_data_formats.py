@@ -235,7 +235,7 @@ def test_every_format_trains(path: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     job = StartJob(
         job_id="job", name="lora", base_model="base", job_dir=str(tmp_path), adapters_dir=str(tmp_path / "adapters"),
-        settings=TrainingSettings(lora=LoraSpec(r=2), n_epochs=4, batch_size=3, learning_rate=0.05),
+        settings=TrainingSettings(lora=LoraSpec(r=2), n_epochs=4, batch_size=3, learning_rate=0.01, warmup_ratio=0.0),
         dataset_sha256=summary.sha256,
     )  # fmt: skip
     decoder = load_model(tmp_path, dtype="float32", load_format="dummy").decoder
