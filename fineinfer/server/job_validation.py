@@ -18,7 +18,7 @@ from fineinfer.data.prepare import EXIT_BAD_FILE, PROBLEMS_FILE, PrepareSettings
 from fineinfer.data.problems import ProblemReport
 from fineinfer.messages import TrainingSettings
 from fineinfer.server.job_creation import TRAINING_FILE
-from fineinfer.server.job_params import JobRequest, resolve_settings
+from fineinfer.server.job_params import JobRequest, data_settings, resolve_settings
 from fineinfer.store import JobRecord, JobStateConflictError, JobStatus, Store
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,7 @@ class Validation:
                     job_dir=str(folder),
                     model_path=str(model_path),
                     max_seq_length=self._max_seq_length,
+                    data=data_settings(self._request),
                 )
             )
         )
@@ -160,10 +161,11 @@ class Validation:
             for warning in summary.warnings:
                 self._store.jobs.add_event(self.job_id, "warn", warning[0].upper() + warning[1:])
             text = (
-                f"Files validated: {summary.examples} examples, {summary.tokens} tokens, "
-                f"{summary.trainable_tokens} of them trained"
+                f"Files validated: {summary.examples} examples ({summary.format}), {summary.tokens} tokens, "
+                f"{summary.trainable_tokens} of them trained; {summary.skipped} rows left out, "
+                f"{summary.truncated} cut"
             )
-            self._store.jobs.add_event(self.job_id, "info", text)
+            self._store.jobs.add_event(self.job_id, "info", text, {"problems": summary.problems})
 
     def _refuse(self, report: ProblemReport) -> None:
         lines = "; ".join(str(problem) for problem in report.first[:_NAMED_IN_ERROR])
@@ -172,7 +174,8 @@ class Validation:
         with self._store.db.transaction():
             for problem in report.first:
                 self._store.jobs.add_event(self.job_id, "error", str(problem), msgspec.to_builtins(problem))
-            self._fail("invalid_training_file", message, "training_file", {"counts": report.counts})
+            rows = {"counts": report.counts, "rows": report.rows, "bad_rows": report.bad_rows}
+            self._fail("invalid_training_file", message, "training_file", rows)
 
     def _fail(self, code: str, message: str, param: str | None, data: dict[str, object] | None = None) -> None:
         with contextlib.suppress(JobStateConflictError), self._store.db.transaction():

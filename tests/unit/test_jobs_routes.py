@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.server import routes_files, routes_fine_tuning
 from fineinfer.server.errors import install_error_handlers
-from fineinfer.server.job_params import JobRequest, Limits, parse_job_request, resolve_settings
+from fineinfer.server.job_params import JobRequest, Limits, data_settings, parse_job_request, resolve_settings
 from fineinfer.store import CheckpointRecord, JobStatus, Store, new_id, now, to_json
 
 ROW = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
@@ -196,7 +196,14 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     store: Store = app.state.store
     record = store.jobs.require(job.id)
     settings = resolve_settings(msgspec.convert(record.request, JobRequest), 1000, TrainingSettings())
-    dataset = {"examples": 1000, "tokens": 9, "trainable_tokens": 5, "skipped": 0, "truncated": 0}
+    dataset = {
+        "format": "openai_chat",
+        "examples": 1000,
+        "tokens": 9,
+        "trainable_tokens": 5,
+        "skipped": 0,
+        "truncated": 0,
+    }
     record = store.jobs.transition(record, JobStatus.QUEUED, settings=msgspec.to_builtins(settings), dataset=dataset)
     assert http.get(f"{JOBS}/{job.id}").json()["queue_position"] == 1
     store.jobs.transition(record, JobStatus.RUNNING)
@@ -262,7 +269,10 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"hyperparameters": {"warmup_ratio": 2}}, "hyperparameters.warmup_ratio", "invalid_request_error"),
     ({"hyperparameters": {"lr_scheduler": "step"}}, "hyperparameters.lr_scheduler", "invalid_request_error"),
     ({"max_seq_length": 4096}, "max_seq_length", "invalid_request_error"),
-    ({"train_on": "all"}, "train_on", "unsupported_parameter"),
+    ({"train_on": "user"}, "train_on", "invalid_request_error"),
+    ({"format": "jsonl"}, "format", "invalid_request_error"),
+    ({"skip_invalid": 1}, "skip_invalid", "invalid_request_error"),
+    ({"excess_length_strategy": "cut"}, "excess_length_strategy", "invalid_request_error"),
     ({"packing": False}, "packing", "unsupported_parameter"),
     ({"eval_steps": 5}, "eval_steps", "unsupported_parameter"),
     ({"early_stopping": {"patience": 2}}, "early_stopping", "unsupported_parameter"),
@@ -315,8 +325,19 @@ def test_nested_wins_over_older_over_flat() -> None:
         parse_job_request(body, Limits("base"))
     body["hyperparameters"] = {"n_epochs": 2, "max_grad_norm": 1}
     parsed = parse_job_request(body, Limits("base"))
-    assert parsed.hyperparameters == {"n_epochs": 3, "save_steps": 9, "batch_size": 4, "max_grad_norm": 1.0}
+    assert parsed.hyperparameters == {
+        "n_epochs": 3, "save_steps": 9, "batch_size": 4, "max_grad_norm": 1.0, "train_on": "assistant"}  # fmt: skip
     assert to_json(parsed.hyperparameters["max_grad_norm"]) == "1.0"
+
+
+def test_what_the_data_child_reads_by_is_not_the_trainers() -> None:
+    asked = {"format": "alpaca", "train_on": "all", "skip_invalid": True, "excess_length_strategy": "drop"}
+    body = {"model": "base", "training_file": "f", "hyperparameters": asked}
+    request = parse_job_request(body, Limits("base"))
+    assert msgspec.to_builtins(data_settings(request)) == asked
+    assert resolve_settings(request, 80, TrainingSettings()) == resolve_settings(
+        parse_job_request({"model": "base", "training_file": "f"}, Limits("base")), 80, TrainingSettings()
+    )
 
 
 @pytest.mark.parametrize(
