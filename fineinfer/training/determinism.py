@@ -21,8 +21,8 @@ def prepare_determinism() -> None:
 def fixed_order(wanted: bool) -> Iterator[None]:
     """Operations within add in a fixed order: of training's, flash attention's backward has none by itself.
 
-    The mode is torch's and the process's own, so it is set for one unit at a time: serving has no operation that needs
-    it, and some that torch would refuse in it.
+    The mode is the whole process's, so it is set for one unit at a time: torch refuses some operations in it, such as
+    the cumulative sums of the reference sampler.
 
     Args:
         wanted: Whether to change anything.

@@ -151,6 +151,12 @@ def test_kept_graphs_hold_their_inputs_and_come_first(tmp_path: Path, offloading
         trainer.advance()
     assert trainer.offload_inputs() == (0, 0)
     assert trainer.drop_kept()[0] == 3 and trainer.offload_inputs()[0] == 3 and trainer.held_bytes() == 0
+    trainer.advance()  # the last layer is kept, and so is its input
+    tokens, sizes = trainer.micro_batch_tokens, trainer._context.sizes
+    assert (
+        trainer.num_kept_layers() == 1
+        and trainer.held_bytes() == trainer._update.current._graph_bytes + sizes.inputs(tokens)
+    )
 
 
 @pytest.mark.parametrize(("recompute", "patched"), [("never", True), ("auto", False)])
