@@ -141,13 +141,13 @@ class TokenMasker:
         start = bisect_right(rendered.ends, self._begin(rendered, index))
         through = rendered.text if is_last else conversation.text(index + 1)
         limit = bisect_right(rendered.ends, _common_prefix(rendered.text, through))
-        ending = [position for position in range(start, limit) if rendered.ids[position] in self._end_ids]
-        if ending:
-            return start, ending[-1] + 1
+        end = next((p + 1 for p in reversed(range(start, limit)) if rendered.ids[p] in self._end_ids), 0)
+        if end:
+            return start, end
         if not is_last:  # the template writes older answers in another way (without the thoughts, for example)
             next_content = _common_prefix(rendered.text, conversation.text(blank=index + 1))
             before_next = range(max(start, limit), bisect_right(rendered.ends, next_content))
-            limit = next((position + 1 for position in before_next if rendered.ids[position] in self._end_ids), limit)
+            limit = next((p + 1 for p in before_next if rendered.ids[p] in self._end_ids), limit)
         return start, max(start, limit)
 
     def _begin(self, rendered: _Rendered, index: int) -> int:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fineinfer.data.formats import Example, detect_format, parse_row
 from fineinfer.data.masking import TokenMasker
@@ -32,6 +31,7 @@ PROBLEMS_FILE = "problems.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 EXIT_BAD_FILE = 2
 FEW_EXAMPLES = 10
+_SEEN_BYTES = 8 << 20
 _LABELLED = {"text": "all", "tokenized": None}  # what `train_on` may be where the rows have no messages
 
 
@@ -63,7 +63,7 @@ class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judge:
-    """Reads a file once, row by row, in memory that does not grow with it (but for 8 bytes a row).
+    """Reads a file once, row by row, in constant memory.
 
     Args:
         source: The file.
@@ -87,7 +87,7 @@ class Judge:
         self.masker: TokenMasker | None = None
         self.format: str | None = None
         self._notes: Counter[str] = Counter()
-        self._hashes = array("q")
+        self._seen, self._repeated = array("q", bytes(_SEEN_BYTES)), 0
 
     def examples(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """(line, input_ids, loss_mask) of each good row; both lists are empty without a tokenizer."""
@@ -99,7 +99,7 @@ class Judge:
         if train_on is not None and train_on != _LABELLED.get(self.format, train_on):
             message = f"train_on {train_on} has no meaning for {self.format} rows; leave it out"
             return self._refuse_file(Problem(line=None, code="invalid_train_on", message=message, param="train_on"))
-        for line, row in read_rows(self._source, on_line=lambda raw: self._hashes.append(hash(raw))):
+        for line, row in read_rows(self._source, on_line=self._remember):
             self.rows += 1
             try:
                 if isinstance(row, Problem):
@@ -113,6 +113,13 @@ class Judge:
                 yield line, ids, mask
         if not self.rows:
             self.problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
+
+    def _remember(self, raw: bytes) -> None:
+        """Count repeated rows; a row that shares the slot of another is forgotten, so it is a lower bound."""
+        number = hash(raw)
+        slot = number % len(self._seen)
+        self._repeated += self._seen[slot] == number
+        self._seen[slot] = number
 
     def _refuse_file(self, problem: Problem) -> None:
         self.problems.add(problem)
@@ -165,7 +172,7 @@ class Judge:
         """What is odd about the file, for the user."""
         good, masker = self.rows - self.skipped, self.masker
         counted = [
-            (len(self._hashes) - len(np.unique(np.array(self._hashes))), "rows are the same as another one"),
+            (self._repeated, "rows are the same as an earlier one"),
             *((number, f"times: {note}") for note, number in self._notes.most_common()),
             (masker.num_unended if masker else 0, "trained answers have no end token: the adapter may not stop"),
             (masker.num_other_prompts if masker else 0, "trained answers begin otherwise than this template opens one"),

@@ -34,7 +34,7 @@ def test_check_without_a_model_judges_the_rows(tmp_path: Path, capsys: pytest.Ca
     loaded = "transformers" in sys.modules
     assert main(["data", "check", write(tmp_path, *[ROW] * 12)]) == 0
     shown = capsys.readouterr().out
-    assert "12 rows (openai_chat), 0 of them bad" in shown and "11 rows are the same" in shown
+    assert "12 rows (openai_chat), 0 of them bad" in shown and "11 rows are the same as an earlier" in shown
     assert ("transformers" in sys.modules) == loaded
     assert main(["data", "check", write(tmp_path, ROW, {"messages": []}, ROW)]) == 1
     shown = capsys.readouterr().out

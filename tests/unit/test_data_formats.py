@@ -211,6 +211,8 @@ def test_train_on_means_nothing_without_messages(tmp_path: Path, format_name: st
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parents[2].name}-{path.stem}")
 def test_every_format_trains(path: Path, tmp_path: Path) -> None:
+    import torch
+
     from fineinfer.model.loader import load_model
     from fineinfer.training.checkpoint import TEMPLATE_NAME
     from fineinfer.training.trainer import Trainer
@@ -240,8 +242,13 @@ def test_every_format_trains(path: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     decoder = load_model(tmp_path, dtype="float32", load_format="dummy").decoder
     trainer = Trainer(decoder, job, lambda tokens, layer: True)
-    while not trainer.finished:
-        trainer.advance()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products: more threads would only wait for each other
+    try:
+        while not trainer.finished:
+            trainer.advance()
+    finally:
+        torch.set_num_threads(threads)
     losses = [entry["loss"] for entry in trainer.log_history]
     assert min(losses[1:]) < losses[0] and not any(entry["skipped"] for entry in trainer.log_history)
     adapter = Path(trainer.take_checkpoints()[-1].directory)
