@@ -137,26 +137,18 @@ def formats_of(row: Any) -> list[str]:
 def detect_format(rows: Iterable[tuple[int, Any]]) -> str | Problem:
     """The one format of a file, from its first rows as ``read_rows`` gives them; or why there is none."""
     seen = [(line, row) for line, row in itertools.islice(rows, DETECTION_ROWS) if not isinstance(row, Problem)]
-    found: dict[str, int] = {}  # format -> the first line that fits it and no other
-    torn: list[tuple[int, list[str]]] = []
-    for line, row in seen:
-        fitting = formats_of(row)
-        if len(fitting) == 1:
-            found.setdefault(fitting[0], line)
-        elif fitting:
-            torn.append((line, fitting))
-    if len(found) == 1:
-        return next(iter(found))
-    if found:
-        (one, at), (other, line) = list(found.items())[:2]
-        message = f"line {at} has the format {one}, this one {other}: a file has one format; `format` may say which"
-        return Problem(line=line, code="ambiguous_format", message=message)
-    if torn:
-        line, fitting = torn[0]
-        message = f"the row fits the formats {' and '.join(fitting)}: say which one as `format`"
-        return Problem(line=line, code="ambiguous_format", message=message)
     if not seen:  # no rows, or none that can be read: each of them will say so
         return "openai_chat"
+    found: dict[tuple[str, ...], int] = {}  # the formats that a row fits -> the first such line
+    for line, row in seen:
+        found.setdefault(tuple(formats_of(row)), line)
+    sure = [fitting for fitting in found if len(fitting) == 1]
+    if len(sure) == 1:
+        return sure[0][0]
+    if torn := sure[:2] or [fitting for fitting in found if fitting][:1]:
+        names = " and ".join(itertools.chain(*torn))
+        message = f"the rows up to here have the formats {names}: a file has one; `format` may say which"
+        return Problem(line=found[torn[-1]], code="ambiguous_format", message=message)
     line, row = seen[0]
     message = f"the row fits none of {'; '.join(f'{name}: ' + '+'.join(form.signs) for name, form in FORMATS.items())}"
     if isinstance(row, dict) and any(key in row for key in _PREFERENCE):

@@ -94,8 +94,7 @@ class TokenMasker:
     def _chat(self, chat: Chat) -> tuple[list[int], list[int]]:
         variables = {"tools": chat.tools} if chat.tools else {}
         plain = [message.plain for message in chat.messages]
-        conversation = self.template.conversation(plain, variables)
-        rendered = _Rendered(conversation)
+        rendered = _Rendered(Conversation(self.template, plain, variables))
         answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
         trained = self._trained(chat, answers)
         usual = int(self._train_on == "all")
@@ -104,8 +103,6 @@ class TokenMasker:
         for number, index in enumerate(answers):
             if (index in trained) == bool(usual):
                 continue
-            if index == 0 and not usual:
-                raise ChatTemplateError("messages[0] is the assistant's: put a message before it or give it weight 0.")
             if spans is not None and len(spans) == len(answers):
                 start, end = spans[number]
             else:
@@ -121,9 +118,8 @@ class TokenMasker:
         if train_on == "last_assistant":
             start = answers[-1]
         elif train_on == "completion":
-            asked = [index for index, message in enumerate(chat.messages) if message.role == "user"]
-            start = asked[-1] if asked else 0
-            start = start if chat.completion_start is None else chat.completion_start
+            asked = [0] + [index for index, message in enumerate(chat.messages) if message.role == "user"]
+            start = asked[-1] if chat.completion_start is None else chat.completion_start
         return {index for index in answers if index >= start and chat.messages[index].train}
 
     def _marked_spans(
@@ -135,45 +131,35 @@ class TokenMasker:
         )
         if encoded["input_ids"] != ids:  # a control token's string was in the text: the safe ids count
             return None
-        flags = [*encoded["assistant_masks"], 0]
-        spans, start = [], None
-        for position, flag in enumerate(flags):
-            if flag and start is None:
-                start = position
-            elif not flag and start is not None:
-                end = position
-                if ids[end - 1] not in self._end_ids and end < len(ids) and ids[end] in self._end_ids:
-                    end += 1
-                spans.append((start, end))
-                start = None
-        return spans
+        spans = [mark.span() for mark in re.finditer("1+", "".join(map(str, encoded["assistant_masks"])))]
+        after, ends = [*ids, -1], self._end_ids
+        return [(start, end + (ids[end - 1] not in ends and after[end] in ends)) for start, end in spans]
 
     def _prefix_span(self, rendered: _Rendered, index: int, is_last: bool) -> tuple[int, int]:
         """Half-open range of the tokens of assistant message ``index``."""
         conversation = rendered.conversation
-        begins = 0 if index == 0 else self._begin(rendered, index)
-        start = bisect_right(rendered.ends, begins)
+        start = bisect_right(rendered.ends, self._begin(rendered, index))
         through = rendered.text if is_last else conversation.text(index + 1)
         limit = bisect_right(rendered.ends, _common_prefix(rendered.text, through))
-        ending = [position for position in range(start, limit) if rendered.ids[position] in self._end_ids]
-        if ending:
-            return start, ending[-1] + 1
+        end = next((p + 1 for p in reversed(range(start, limit)) if rendered.ids[p] in self._end_ids), 0)
+        if end:
+            return start, end
         if not is_last:  # the template writes older answers in another way (without the thoughts, for example)
             next_content = _common_prefix(rendered.text, conversation.text(blank=index + 1))
             before_next = range(max(start, limit), bisect_right(rendered.ends, next_content))
-            limit = next((position + 1 for position in before_next if rendered.ids[position] in self._end_ids), limit)
+            limit = next((p + 1 for p in before_next if rendered.ids[p] in self._end_ids), limit)
         return start, max(start, limit)
 
     def _begin(self, rendered: _Rendered, index: int) -> int:
         """Where in the text the model would have begun to write message ``index``."""
-        before = rendered.conversation.text(index, add_generation_prompt=True)
+        if index == 0 and self._train_on != "all":
+            raise ChatTemplateError("messages[0] is the assistant's: put a message before it or give it weight 0.")
+        before = rendered.conversation.text(index, add_generation_prompt=True) if index else ""
         begins = _common_prefix(rendered.text, before)
         if begins < len(before):
             if begins < len(rendered.conversation.text(index).rstrip()):
-                raise ChatTemplateError(
-                    f"The chat template changes what stands before messages[{index}] later on; "
-                    "give it weight 0, or train on last_assistant."
-                )
+                changed = f"The chat template changes what stands before messages[{index}] later on"
+                raise ChatTemplateError(f"{changed}: give it weight 0, or train on last_assistant.")
             self.num_other_prompts += 1
         return begins
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fineinfer.data.formats import Example, detect_format, parse_row
 from fineinfer.data.masking import TokenMasker
@@ -32,6 +31,7 @@ PROBLEMS_FILE = "problems.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 EXIT_BAD_FILE = 2
 FEW_EXAMPLES = 10
+_SEEN_BYTES = 8 << 20
 _LABELLED = {"text": "all", "tokenized": None}  # what `train_on` may be where the rows have no messages
 
 
@@ -63,7 +63,7 @@ class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judge:
-    """Reads a file once, row by row, in memory that does not grow with it (but for 8 bytes a row).
+    """Reads a file once, row by row, in constant memory.
 
     Args:
         source: The file.
@@ -87,20 +87,19 @@ class Judge:
         self.masker: TokenMasker | None = None
         self.format: str | None = None
         self._notes: Counter[str] = Counter()
-        self._hashes = array("q")
+        self._seen, self._repeated = array("q", bytes(_SEEN_BYTES)), 0
 
     def examples(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """(line, input_ids, loss_mask) of each good row; both lists are empty without a tokenizer."""
-        self.format = self._settings.format or self._detect()
-        if self.format is None:
-            return
-        train_on = self._settings.train_on
+        found = self._settings.format or detect_format(read_rows(self._source))
+        if isinstance(found, Problem):
+            return self._refuse_file(found)
+        self.format = found
+        train_on, alone = self._settings.train_on, self._settings.format is None
         if train_on is not None and train_on != _LABELLED.get(self.format, train_on):
             message = f"train_on {train_on} has no meaning for {self.format} rows; leave it out"
-            self._refuse_file(Problem(line=None, code="invalid_train_on", message=message, param="train_on"))
-            return
-        alone = self._settings.format is None
-        for line, row in read_rows(self._source, on_line=lambda raw: self._hashes.append(hash(raw))):
+            return self._refuse_file(Problem(line=None, code="invalid_train_on", message=message, param="train_on"))
+        for line, row in read_rows(self._source, on_line=self._remember):
             self.rows += 1
             try:
                 if isinstance(row, Problem):
@@ -108,22 +107,23 @@ class Judge:
                 ids, mask = self._encode(parse_row(row, line, self.format, alone=alone, notes=self._notes), line)
             except RowError as error:
                 self.skipped += 1
-                self.problems.add_row(error.problems)
-                continue
-            yield line, ids, mask
+                for problem in error.problems:
+                    self.problems.add(problem)
+            else:
+                yield line, ids, mask
         if not self.rows:
             self.problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
 
-    def _detect(self) -> str | None:
-        found = detect_format(read_rows(self._source))
-        if isinstance(found, str):
-            return found
-        self._refuse_file(found)
-        return None
+    def _remember(self, raw: bytes) -> None:
+        """Count repeated rows; a row that shares the slot of another is forgotten, so it is a lower bound."""
+        number = hash(raw)
+        slot = number % len(self._seen)
+        self._repeated += self._seen[slot] == number
+        self._seen[slot] = number
 
     def _refuse_file(self, problem: Problem) -> None:
         self.problems.add(problem)
-        self.rows = self.skipped = self.problems.bad_rows = sum(1 for _ in read_rows(self._source))
+        self.rows = self.skipped = sum(1 for _ in read_rows(self._source))
 
     def _encode(self, example: Example, line: int) -> tuple[list[int], list[int]]:
         if self._load is None:
@@ -141,12 +141,14 @@ class Judge:
                 raise RowError([Problem(line=line, code="too_long", message=message, param="messages")])
             ids, mask = ids[:longest], mask[:longest]
         if not any(mask[1:]):
-            message = "no trainable token is left after the chat template"
-            if too_long:
-                message = f"no trainable token is left within max_seq_length {longest}"
+            message = f"no trainable token is left {f'in {longest} tokens' if too_long else 'after the chat template'}"
             raise RowError([Problem(line=line, code="no_trainable_tokens", message=message, param="messages")])
         self.truncated += too_long
         return ids, mask
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, for people."""
+        return "" if self.masker is None else str(self.masker.template.tokenizer.decode(token_ids))
 
     @property
     def refused(self) -> bool:
@@ -156,32 +158,27 @@ class Judge:
 
     def report(self) -> ProblemReport:
         """The verdict so far."""
-        problems = self.problems
+        first, counts = list(self.problems.first), dict(self.problems.counts)
         return ProblemReport(
-            first=list(problems.first),
-            counts=dict(problems.counts),
+            first=first,
+            counts=counts,
             rows=self.rows,
-            bad_rows=problems.bad_rows,
+            bad_rows=self.skipped,
             format=self.format,
             warnings=self.warnings(),
         )
 
     def warnings(self) -> list[str]:
         """What is odd about the file, for the user."""
-        good, found = self.rows - self.skipped, []
-        if good < FEW_EXAMPLES:
-            found.append(f"only {good} examples: at least {FEW_EXAMPLES} are advisable")
-        repeated = len(self._hashes) - len(np.unique(np.array(self._hashes)))
-        if repeated:
-            found.append(f"{repeated} rows are the same as another one")
-        found += [f"{number} times: {note}" for note, number in self._notes.most_common()]
-        if self.masker is not None and self.masker.num_unended:
-            found.append(f"{self.masker.num_unended} trained answers have no end token in this chat template: "
-                         "the adapter may not stop")  # fmt: skip
-        if self.masker is not None and self.masker.num_other_prompts:
-            found.append(f"{self.masker.num_other_prompts} trained answers follow another prompt than requests get: "
-                         "this chat template opens an answer in a way that the rows do not have")  # fmt: skip
-        return found
+        good, masker = self.rows - self.skipped, self.masker
+        counted = [
+            (self._repeated, "rows are the same as an earlier one"),
+            *((number, f"times: {note}") for note, number in self._notes.most_common()),
+            (masker.num_unended if masker else 0, "trained answers have no end token: the adapter may not stop"),
+            (masker.num_other_prompts if masker else 0, "trained answers begin otherwise than this template opens one"),
+        ]
+        few = [f"only {good} examples: at least {FEW_EXAMPLES} are advisable"] if good < FEW_EXAMPLES else []
+        return few + [f"{number} {text}" for number, text in counted if number]
 
 
 def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummary | ProblemReport:
@@ -202,20 +199,11 @@ def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummar
         if judge.refused or judge.masker is None:
             return judge.report()
         summary = DatasetSummary(
-            sha256=writer.finish(),
-            source_sha256=file_sha256(source),
-            examples=writer.examples,
-            tokens=writer.tokens,
-            trainable_tokens=writer.trainable_tokens,
-            longest=writer.longest,
-            max_seq_length=settings.max_seq_length,
-            masking=judge.masker.method,
-            format=str(judge.format),
-            skipped=judge.skipped,
-            problems=dict(judge.problems.counts),
-            truncated=judge.truncated,
-            warnings=judge.warnings(),
-        )
+            sha256=writer.finish(), source_sha256=file_sha256(source), examples=writer.examples, tokens=writer.tokens,
+            trainable_tokens=writer.trainable_tokens, longest=writer.longest, max_seq_length=settings.max_seq_length,
+            masking=judge.masker.method, format=str(judge.format), skipped=judge.skipped,
+            problems=dict(judge.problems.counts), truncated=judge.truncated, warnings=judge.warnings(),
+        )  # fmt: skip
     # it travels with the adapter: an answer is only right in the template that was trained
     if judge.masker.template.source:
         (job_dir / CHAT_TEMPLATE_FILE).write_text(judge.masker.template.source, encoding="utf-8")

@@ -109,23 +109,12 @@ class ProblemReport(msgspec.Struct, frozen=True, kw_only=True):
 class ProblemLog:
     """Collects problems in constant memory."""
 
-    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
-        self._max_shown = max_shown
+    def __init__(self) -> None:
         self.first: list[Problem] = []
         self.counts: Counter[str] = Counter()
-        self.bad_rows = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.counts)
 
     def add(self, problem: Problem) -> None:
         """Count one more problem and keep it if it is among the first."""
         self.counts[problem.code] += 1
-        if len(self.first) < self._max_shown:
+        if len(self.first) < MAX_SHOWN:
             self.first.append(problem)
-
-    def add_row(self, problems: list[Problem]) -> None:
-        """Count a bad row and all that is wrong with it."""
-        self.bad_rows += 1
-        for problem in problems:
-            self.add(problem)

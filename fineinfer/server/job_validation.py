@@ -46,7 +46,8 @@ class JobSettings:
     defaults: TrainingSettings = field(default_factory=TrainingSettings)
 
 
-def _model_path(settings: JobSettings) -> Path:
+def model_path(settings: JobSettings) -> Path:
+    """Folder (or .gguf file) of the base model; asks the hub for what is not there."""
     from fineinfer.model.resolve import resolve_model_path  # the hub library is slow to import
 
     return resolve_model_path(settings.model, revision=settings.revision, need_weights=False)
@@ -113,14 +114,14 @@ class Validation:
         for name in (SUMMARY_FILE, PROBLEMS_FILE):
             (folder / name).unlink(missing_ok=True)
         # the engine is up, so the model's files are here already
-        model_path = await asyncio.to_thread(_model_path, self._settings)
+        path = await asyncio.to_thread(model_path, self._settings)
         told = folder / "prepare.json"
         told.write_bytes(
             msgspec.json.encode(
                 PrepareSettings(
                     source=str(folder / TRAINING_FILE),
                     job_dir=str(folder),
-                    model_path=str(model_path),
+                    model_path=str(path),
                     max_seq_length=self._max_seq_length,
                     data=data_settings(self._request),
                 )
@@ -160,11 +161,8 @@ class Validation:
             )
             for warning in summary.warnings:
                 self._store.jobs.add_event(self.job_id, "warn", warning[0].upper() + warning[1:])
-            text = (
-                f"Files validated: {summary.examples} examples ({summary.format}), {summary.tokens} tokens, "
-                f"{summary.trainable_tokens} of them trained; {summary.skipped} rows left out, "
-                f"{summary.truncated} cut"
-            )
+            text = f"Files validated: {summary.examples} examples ({summary.format}), {summary.tokens} tokens, "
+            text += f"{summary.trainable_tokens} trained; {summary.skipped} rows left out, {summary.truncated} cut"
             self._store.jobs.add_event(self.job_id, "info", text, {"problems": summary.problems})
 
     def _refuse(self, report: ProblemReport) -> None:

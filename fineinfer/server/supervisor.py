@@ -254,6 +254,8 @@ class Supervisor:
             served_model_name=self._base_model(),
             api_keys=list(server.api_key),
             metrics_prefix=server.metrics_prefix,
+            max_file_bytes=server.max_file_size,
+            files_quota_bytes=server.files_quota,
             shutdown_timeout_s=int(server.shutdown_timeout),
             log_level=server.log_level,
         )

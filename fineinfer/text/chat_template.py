@@ -40,7 +40,7 @@ def render_chat(
     Raises:
         ChatTemplateError: No template, or the template refuses these messages.
     """
-    conversation = ChatTemplate(tokenizer).conversation(messages, template_kwargs)
+    conversation = Conversation(ChatTemplate(tokenizer), messages, template_kwargs or {})
     return conversation.encode(conversation.text(add_generation_prompt=add_generation_prompt))[0]
 
 
@@ -73,12 +73,6 @@ class ChatTemplate:
         steering = [token.content for token in added if not token.content.isspace() and token.content in self.source]
         self.special = _any_of(special)
         self.control = _any_of(special + steering)
-
-    def conversation(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-    ) -> Conversation:
-        """Messages and extra template variables, made safe; see ``render_chat``."""
-        return Conversation(self, messages, variables or {})
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text and, for each, where it ends in the text, in characters."""
@@ -124,9 +118,14 @@ class ChatTemplate:
 
 
 class Conversation:
-    """Messages with place holders for the control-token strings in them; made by ``ChatTemplate.conversation``.
+    """Messages with place holders for the control-token strings in them.
 
     The texts it renders, of all messages or of the first ones, can be compared with each other and encoded.
+
+    Args:
+        template: The model's.
+        messages: See ``render_chat``.
+        variables: Extra variables of the template.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ Everything here is a pure function of the file, the settings and the step, so a 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,20 +218,17 @@ class Schedule:
 
     def _pack(self, examples: list[int]) -> list[list[int]]:
         """Best-fit decreasing into bins of ``micro_batch_tokens``; a longer example has a bin of its own."""
-        limit = self._settings.micro_batch_tokens
         bins: list[list[int]] = []
-        room: list[int] = []
+        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
         for place in sorted(range(len(examples)), key=lambda p: (-self._dataset.length(examples[p]), p)):
             length = self._dataset.length(examples[place])
-            fitting = [b for b in range(len(bins)) if room[b] >= length]
-            if fitting:
-                best = min(fitting, key=lambda b: (room[b], b))
-            else:
-                best = len(bins)
+            fitting = bisect_left(free, (length,))
+            if fitting == len(free):
+                free.append((self._settings.micro_batch_tokens, len(bins)))
                 bins.append([])
-                room.append(limit)
+            room, best = free.pop(fitting)
             bins[best].append(place)
-            room[best] -= length
+            insort(free, (room - length, best))
         return [[examples[place] for place in sorted(places)] for places in bins]
 
 

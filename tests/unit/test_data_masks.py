@@ -169,7 +169,7 @@ def test_prepare_is_a_pure_function_of_the_file(tokenizer: Any, tmp_path: Path) 
     assert first == again == read_summary(tmp_path)
     assert not isinstance(first, ProblemReport)
     assert (first.examples, first.trainable_tokens, first.format) == (12, 36, "openai_chat")
-    assert first.warnings == ["11 rows are the same as another one"]
+    assert first.warnings == ["11 rows are the same as an earlier one"]
     assert (tmp_path / CHAT_TEMPLATE_FILE).read_text() == tokenizer.chat_template
     assert first.sha256 == file_sha256(tmp_path / DATASET_FILE)
 

@@ -211,10 +211,9 @@ def test_tool_calls_become_what_templates_take() -> None:
 
 def test_the_log_keeps_the_first_and_counts_all() -> None:
     log = ProblemLog()
-    assert not log
     for line in range(50):
         log.add(Problem(line=line, code="a" if line % 2 else "b", message="m"))
-    assert log and [problem.line for problem in log.first] == list(range(MAX_SHOWN))
+    assert [problem.line for problem in log.first] == list(range(MAX_SHOWN))
     assert log.counts == {"a": 25, "b": 25}
 
 

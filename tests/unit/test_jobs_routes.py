@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def app(tmp_path: Path) -> FastAPI:
     app = FastAPI()
     app.state.store = Store(tmp_path / "state")
     app.state.store.set_meta("limits", {"base_model": "base", "max_lora_rank": 64, "max_model_len": 2048})
-    app.state.settings = types.SimpleNamespace(served_model_name="base", max_file_bytes=4096)
+    app.state.settings = types.SimpleNamespace(served_model_name="base", max_file_bytes=4096, files_quota_bytes=16384)
     app.state.engine = FakeEngine()
     install_error_handlers(app)
     app.include_router(routes_files.router)
@@ -122,6 +123,38 @@ def test_uploads_that_are_refused_leave_nothing(http: Any, app: FastAPI) -> None
     assert http.get("/v1/files").json() == {
         "object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None,
     }  # fmt: skip
+
+
+def test_all_files_together_stay_within_the_quota(http: Any, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [upload(http, b"x" * 4000).json()["id"] for _ in range(4)]  # 16,000 of 16,384 bytes
+    assert error(upload(http, b"x" * 500), 413)["code"] == "file_quota_exceeded"
+    assert error(upload(http, b"x" * 5000), 413)["code"] == "file_quota_exceeded"
+    assert upload(http, b"x" * 384).status_code == 200
+    assert error(upload(http, b"x"), 413)["code"] == "file_quota_exceeded"
+    http.delete(f"/v1/files/{made[0]}")
+    # another upload ends while this one is under way
+    monkeypatch.setattr(type(app.state.store.files), "total_bytes", iter([0, 16_000]).__next__)
+    assert error(upload(http, b"x" * 500), 413)["code"] == "file_quota_exceeded"
+    monkeypatch.undo()
+    assert len(list((app.state.store.state_dir / "files").iterdir())) == 4
+    assert upload(http, b"x" * 4000).status_code == 200
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(http: Any, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(routes_files, "_sync", full)
+    response = upload(http)
+    assert error(response, 507)["code"] == "disk_full" and response.headers["x-should-retry"] == "false"
+    assert list((app.state.store.state_dir / "files").iterdir()) == []
+
+
+def test_bytes_without_a_record_are_removed_at_start(http: Any, app: FastAPI) -> None:
+    kept, store = file_id(http), app.state.store
+    store.file_path("file-of-a-crash").write_bytes(b"half")
+    store.remove_unknown_files()
+    assert [path.name for path in (store.state_dir / "files").iterdir()] == [kept]
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=-1", "after=file-no", "order=up", "limit=²"])

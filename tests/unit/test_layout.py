@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "data": {"messages", "text", "hashing"},
     "store": {"messages"},
     "server": {"text", "data", "store", *_PLAIN},
-    "cli": {"server", "config", "parse"},
+    "cli": {"server", "config", "parse", "data", "text", "request"},
     "request": set(),
     "messages": {"request"},
     "ipc": {"messages", "request"},
