@@ -32,7 +32,6 @@ from .engine_harness import CONFIG, Harness
 OWNER, POSITION, VERSION, SALT, CHAIN, MAPPING, FAILED = range(7)
 FIELDS = ("owner", "position", "adapter version", "salt", "tokens before", "mapping epoch", "failed step")
 POISON, BREAKER = 95, 96  # as last token of a prompt: logits that are not finite, a forward that raises
-POISONED_OUTPUT = 2  # the output token at which the former happens
 STEP_S = 2e-3
 
 
@@ -65,7 +64,7 @@ class TaggedPool(KVPool):
 class _State:
     """What the device knows of a sequence: its tokens, those in flight included, and who wrote its rows."""
 
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     owner: int = 0
     num_preemptions: int = -1
     chain: list[int] = field(default_factory=list)
@@ -91,18 +90,22 @@ class TaggedRunner:
     def launch(self, chunks: tuple[Chunk, ...]) -> FinishedStep:
         if any(chunk.sequence.prompt[-1] == BREAKER for chunk in chunks):
             raise RuntimeError("a request that breaks the forward")
-        results = [self._run(chunk) for chunk in chunks]
+        slots = {chunk.sequence.adapter_slot for chunk in chunks}
+        versions = {slot: fingerprint(self._stacks, slot) for slot in slots}
+        results = [self._run(chunk, versions[chunk.sequence.adapter_slot]) for chunk in chunks]
         self.progress += 1
         self._clock(STEP_S)
         num_rows = sum(chunk.length for chunk in chunks)
         return FinishedStep(results, STEP_S, num_rows, num_rows == len(chunks))
 
-    def _run(self, chunk: Chunk) -> ChunkResult:
+    def _run(self, chunk: Chunk, version: int) -> ChunkResult:
         sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
         state = self._state(sequence)
-        version, salt = fingerprint(self._stacks, sequence.adapter_slot), salt_number(sequence.cache_salt)
+        salt = salt_number(sequence.cache_salt)
         chain = state.chain
         value = chain[-1] if chain else version ^ salt
+        if stop > len(state.tokens):
+            raise MixUpError(f"{sequence.request_id}: the token at {stop - 1} is not known")
         for position in range(len(chain), stop):
             value = follow(value, state.tokens[position])
             chain.append(value)
@@ -111,7 +114,7 @@ class TaggedRunner:
         expected[:, OWNER], expected[:, POSITION] = state.owner, np.arange(stop)
         expected[:, VERSION], expected[:, SALT], expected[:, CHAIN] = version, salt, chain[:stop]
         expected[:, MAPPING] = self._pool.mappings[slots]
-        failed = sequence.prompt[-1] == POISON and stop >= len(sequence.prompt) + POISONED_OUTPUT
+        failed = sequence.prompt[-1] == POISON and stop >= len(sequence.prompt)
         num_shared = min(sequence.num_cached, start)
         for layer, tags in enumerate(self._pool.tags):
             found = tags[slots[:start], : len(FIELDS)]
@@ -137,12 +140,12 @@ class TaggedRunner:
         return ChunkResult(chunk, token, failed=failed)
 
     def _state(self, sequence: Sequence) -> _State:
-        state = self._states.setdefault(sequence, _State(list(sequence.prompt)))
         known = sequence.tokens(0, len(sequence.prompt) + len(sequence.output))
-        if known != state.tokens[: len(known)]:
+        state = self._states.setdefault(sequence, _State())
+        if state.num_preemptions != sequence.num_preemptions:  # a new row, which has what the host knows
+            state.num_preemptions, state.owner, state.tokens = sequence.num_preemptions, next(self._owners), known
+        elif known != state.tokens[: len(known)]:
             raise MixUpError(f"{sequence.request_id} was given tokens that are not its own")
-        if state.num_preemptions != sequence.num_preemptions:  # a new row
-            state.num_preemptions, state.owner = sequence.num_preemptions, next(self._owners)
         return state
 
 
