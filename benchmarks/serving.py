@@ -36,7 +36,7 @@ import zmq
 from harness import SHAPES, make_shape_folder, percentile, read_lengths, versions, write_csv
 
 from fineinfer.config import SETTINGS, Config, ConfigError, load_config
-from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.settings import engine_settings
 from fineinfer.ipc import HIGH_WATER_MARK, Codec
 from fineinfer.messages import (
     AdapterRejected,
@@ -88,7 +88,9 @@ class Engine:
         token = secrets.token_bytes(32)
         address, path, self._log = f"ipc://{folder / 'engine'}", folder / "engine.json", folder / "engine.log"
         path.touch(mode=0o600)
-        path.write_bytes(msgspec.json.encode(engine_settings(config, address)))
+        path.write_bytes(
+            msgspec.json.encode(engine_settings(config, config.model.served_model_name or "base", address))
+        )
         own = {"FINEINFER_IPC_TOKEN": token.hex(), "PYTHONSAFEPATH": "1"}
         if profile is not None:
             own["FINEINFER_ENGINE_PROFILE"] = str(profile.absolute())
@@ -168,13 +170,6 @@ class Engine:
                 self._process.kill()
                 self._process.wait()
         self._socket.close()
-
-
-def engine_settings(config: Config, address: str) -> EngineSettings:
-    """The settings that the supervisor would make of this configuration."""
-    resolved = vars(config.model) | vars(config.memory) | vars(config.scheduler)
-    own = {name: resolved[name] for name in EngineSettings.__struct_fields__ if name in resolved}
-    return EngineSettings(**own, base_model=config.model.served_model_name or "base", engine_address=address)
 
 
 def parse_engine_flags(flags: Sequence[str], model: str | None) -> Config:

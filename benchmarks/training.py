@@ -24,11 +24,12 @@ from pathlib import Path
 
 import torch
 from harness import SHAPES, card, make_job, make_shape_folder, versions, write_csv
-from serving import engine_settings, parse_engine_flags
+from serving import parse_engine_flags
 from step_profile import kernel_times, report
 
 from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
+from fineinfer.engine.settings import engine_settings
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -139,7 +140,7 @@ def main() -> int:
     table: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        loop = build_engine(engine_settings(config, f"ipc://{folder}/engine"), secrets.token_bytes(32))
+        loop = build_engine(engine_settings(config, "base", f"ipc://{folder}/engine"), secrets.token_bytes(32))
         for case_name in args.cases:
             case = CASES[case_name]
             case = dataclasses.replace(case, length=args.length or case.length)

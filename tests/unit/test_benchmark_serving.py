@@ -26,7 +26,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_engine_flags_reach_the_engine(serving: ModuleType) -> None:
     config = serving.parse_engine_flags(["--max-num-seqs", "33", "--device", "cpu", "--max-loras=9"], "folder")
-    settings = serving.engine_settings(config, "ipc:///x")
+    settings = serving.engine_settings(config, "base", "ipc:///x")
     assert (settings.model, settings.max_num_seqs, settings.max_loras) == ("folder", 33, 9)
     assert settings.engine_address == "ipc:///x"
 
