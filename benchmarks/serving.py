@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ import zmq
 from harness import SHAPES, make_shape_folder, percentile, read_lengths, versions, write_csv
 
 from fineinfer.config import SETTINGS, Config, ConfigError, load_config
-from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.settings import engine_settings
 from fineinfer.ipc import HIGH_WATER_MARK, Codec
 from fineinfer.messages import (
     AdapterRejected,
@@ -80,16 +81,20 @@ class Engine:
     Attributes:
         info: What the engine said of itself.
         start_s: Seconds from the start of the process until it was ready.
+        seen: The statistics it sent, about one a second.
     """
 
     def __init__(self, config: Config, folder: Path, profile: Path | None) -> None:
         token = secrets.token_bytes(32)
         address, path, self._log = f"ipc://{folder / 'engine'}", folder / "engine.json", folder / "engine.log"
         path.touch(mode=0o600)
-        path.write_bytes(msgspec.json.encode(engine_settings(config, address)))
+        path.write_bytes(
+            msgspec.json.encode(engine_settings(config, config.model.served_model_name or "base", address))
+        )
         own = {"FINEINFER_IPC_TOKEN": token.hex(), "PYTHONSAFEPATH": "1"}
         if profile is not None:
             own["FINEINFER_ENGINE_PROFILE"] = str(profile.absolute())
+        self.seen: deque[EngineStats] = deque(maxlen=1000)
         begin = time.perf_counter()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -135,6 +140,8 @@ class Engine:
         message = self._codec.decode(self._socket.recv_multipart()[-1])
         if isinstance(message, AdapterRejected):
             self.fail(f"adapter {message.name} was rejected: {message.message}")
+        if isinstance(message, EngineStats):
+            self.seen.append(message)
         return message
 
     def greet(self) -> tuple[EngineInfo, EngineStats]:
@@ -165,14 +172,7 @@ class Engine:
         self._socket.close()
 
 
-def engine_settings(config: Config, address: str) -> EngineSettings:
-    """The settings that the supervisor would make of this configuration."""
-    resolved = vars(config.model) | vars(config.memory) | vars(config.scheduler)
-    own = {name: resolved[name] for name in EngineSettings.__struct_fields__ if name in resolved}
-    return EngineSettings(**own, base_model=config.model.served_model_name or "base", engine_address=address)
-
-
-def parse_engine_flags(flags: Sequence[str], model: str) -> Config:
+def parse_engine_flags(flags: Sequence[str], model: str | None) -> Config:
     """The configuration that `fineinfer serve` makes of these flags; others than the engine's are errors."""
     parser = argparse.ArgumentParser(prog="serving.py ... --", add_help=False, allow_abbrev=False)
     for setting in SETTINGS.values():

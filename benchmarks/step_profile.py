@@ -21,12 +21,13 @@ from pathlib import Path
 
 import torch
 from harness import SHAPES, make_shape_folder, versions, write_csv
-from serving import engine_settings, parse_engine_flags
+from serving import parse_engine_flags
 from torch.profiler import ProfilerActivity, profile
 
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
+from fineinfer.engine.settings import engine_settings
 from fineinfer.messages import LoraSpec
 from fineinfer.model.loader import read_spec
 from fineinfer.request import SamplingParams
@@ -97,7 +98,7 @@ def main() -> int:
     model = Path(make_shape_folder(shape=args.shape))
     config = parse_engine_flags(flags, str(model))
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_engine(engine_settings(config, f"ipc://{folder}/engine"), secrets.token_bytes(32))
+        loop = build_engine(engine_settings(config, "base", f"ipc://{folder}/engine"), secrets.token_bytes(32))
         fill_adapters(loop, model, args.adapters)
         for i in range(args.rows):
             sequence = add(loop, f"d{i}", args.context, 4 * DECODE_STEPS)

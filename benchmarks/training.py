@@ -22,23 +22,20 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from harness import SHAPES, card, make_shape_folder, versions, write_csv
-from serving import engine_settings, parse_engine_flags
+from harness import SHAPES, card, make_job, make_shape_folder, versions, write_csv
+from serving import parse_engine_flags
 from step_profile import kernel_times, report
 
-from fineinfer.data.packed import write_dataset
 from fineinfer.engine.loop import EngineLoop
 from fineinfer.engine.process import build_engine
-from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
+from fineinfer.engine.settings import engine_settings
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 # what serving needs and this work does not is as small as it can be
 FLAGS = "--load-format dummy --max-model-len 4096 --kv-cache-memory-bytes 256MiB --max-loras 1 --max-lora-rank 16"
 UNITS = ("forward", "head", "backward", "recompute", "optimizer")
-NUM_EPOCHS = 1000  # a job never ends before it is cancelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +56,8 @@ CASES = {
 
 
 def start(loop: EngineLoop, name: str, case: Case, job: Path, vocab: int) -> None:
-    """Hand the engine a job; a refused one is an error."""
-    rng, length = np.random.default_rng(0), case.length
-    job.mkdir()
-    rows = [(rng.integers(0, vocab, length).tolist(), [1] * length) for _ in range(4 * case.rows)]
-    settings = TrainingSettings(
-        lora=LoraSpec(r=16, lora_alpha=32), n_epochs=NUM_EPOCHS, batch_size=case.rows, gradient_accumulation_steps=1,
-        micro_batch_tokens=case.rows * length, recompute=case.recompute, save_steps=1 << 30,
-    )  # fmt: skip
-    message = StartJob(
-        job_id=name, name=name, base_model="base", settings=settings, job_dir=str(job),
-        adapters_dir=str(job / "adapters"), dataset_sha256=write_dataset(job, rows),
-    )  # fmt: skip
+    """Hand the engine a job, whose id is the name of its folder; a refused one is an error."""
+    message = make_job(job, case.rows, case.length, vocab, case.recompute)
     loop.parts.training.start(message)
     if loop.parts.training.trainer is None:
         raise SystemExit(f"error: the engine refused the job of case {name}")
@@ -153,7 +140,7 @@ def main() -> int:
     table: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        loop = build_engine(engine_settings(config, f"ipc://{folder}/engine"), secrets.token_bytes(32))
+        loop = build_engine(engine_settings(config, "base", f"ipc://{folder}/engine"), secrets.token_bytes(32))
         for case_name in args.cases:
             case = CASES[case_name]
             case = dataclasses.replace(case, length=args.length or case.length)

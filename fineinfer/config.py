@@ -49,6 +49,9 @@ class ModelConfig:
     attention_backend: str = _setting(
         "auto", one_of("auto", "reference", "triton"), "NAME", "auto | reference | triton; auto: triton on CUDA."
     )
+    deterministic: bool = _setting(
+        False, switch, "", "Training gives the same bits in every run, whatever the load, on a GPU too."
+    )
     seed: int = _setting(0, whole(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
 
 
@@ -98,6 +101,9 @@ class SchedulerConfig:
         0.05, number(0, 1), "FRACTION", "slo: part of the time that a job gets whatever the load."
     )
     train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "slo: part of the time that a job never exceeds.")
+    no_training_overlap: bool = _setting(
+        False, switch, "", "slo on CUDA: train between the steps of requests, not beside them."
+    )
     max_num_seqs: int | None = _setting(
         None, whole(1), "N", "Most requests that run at once; default: 64 on the CPU, by memory on CUDA."
     )
@@ -119,6 +125,8 @@ class ServerConfig:
     state_dir: Path = _setting(
         Path("~/.fineinfer"), file_path, "DIR", "Where jobs, files and adapters are kept; default: ~/.fineinfer."
     )
+    max_file_size: int = _setting(2 << 30, size, "SIZE", "Largest file that may be uploaded (default: 2GiB).")
+    files_quota: int = _setting(20 << 30, size, "SIZE", "Most bytes of uploaded files kept at a time (default: 20GiB).")
     shutdown_timeout: float = _setting(
         30.0, number(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
     )
@@ -144,7 +152,16 @@ class TrainConfig:
     epochs: int | None = _setting(None, whole(1), "N", "Passes over the data (default 3).")
     batch_size: int | None = _setting(None, whole(1), "N", "Examples of one optimizer update.")
     gradient_accumulation_steps: int | None = _setting(None, whole(1), "N", "Micro-batches of one optimizer update.")
-    max_seq_length: int | None = _setting(None, whole(1), "TOKENS", "Longer examples are cut here (default 2048).")
+    max_seq_length: int | None = _setting(None, whole(1), "TOKENS", "Longest example (default 2048).")
+    data_format: str | None = _setting(
+        None, text, "NAME", "Format of the training file (default: found from its rows)."
+    )
+    train_on: str | None = _setting(None, one_of("assistant", "last_assistant", "completion", "all"), "PARTS",
+        "assistant | last_assistant | completion | all: which tokens carry loss.")  # fmt: skip
+    excess_length_strategy: str | None = _setting(
+        None, one_of("raise", "drop", "truncate"), "NAME", "raise | drop | truncate: examples that are too long."
+    )
+    skip_invalid: bool = _setting(False, switch, "", "Leave bad rows out instead of refusing the file.")
     save_steps: int | None = _setting(None, whole(1), "N", "Updates between checkpoints (default: each epoch).")
     recompute: str | None = _setting(
         None,
@@ -182,15 +199,19 @@ class Config:
         """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names."""
         train, optimizer = self.train, dataclasses.asdict(self.optimizer)
         lora = {"r": train.lora_r, "alpha": train.lora_alpha, "target_modules": train.lora_target_modules}
-        flat = optimizer | {
-            "n_epochs": train.epochs,
-            "batch_size": train.batch_size,
-            "gradient_accumulation_steps": train.gradient_accumulation_steps,
-            "max_seq_length": train.max_seq_length,
-            "save_steps": train.save_steps,
-            "recompute": train.recompute,
-            "lora": {key: list(v) if isinstance(v, tuple) else v for key, v in lora.items() if v is not None} or None,
-        }
+        same = ("batch_size", "gradient_accumulation_steps", "max_seq_length", "save_steps", "recompute", "train_on",
+                "excess_length_strategy")  # fmt: skip
+        flat = (
+            optimizer
+            | {name: getattr(train, name) for name in same}
+            | {
+                "n_epochs": train.epochs,
+                "format": train.data_format,
+                "skip_invalid": train.skip_invalid or None,
+                "lora": {key: list(v) if isinstance(v, tuple) else v for key, v in lora.items() if v is not None}
+                or None,
+            }
+        )
         return {key: value for key, value in flat.items() if value is not None}
 
 

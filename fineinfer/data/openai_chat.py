@@ -1,147 +1,184 @@
-"""Checks rows of the OpenAI chat format: ``{"messages": [{"role", "content", "weight"?}, …]}``."""
+"""Chat messages of training rows: OpenAI's, with tool calls and weights, and ShareGPT's, which are made OpenAI's."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from fineinfer.data.problems import Problem
+from fineinfer.data.problems import RowCheck
 
-ROLES = ("system", "developer", "user", "assistant")
-_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant"}
-_OTHER_FORMATS = {
-    "prompt": "prompt/completion",
-    "completion": "prompt/completion",
-    "instruction": "Alpaca",
-    "conversations": "ShareGPT",
-    "text": "plain text",
-    "chosen": "preference",
-    "preferred_output": "preference",
-    "input_ids": "pre-tokenised",
-}
-_ROW_KEYS_REFUSED = ("tools", "functions")
-_MESSAGE_KEYS_REFUSED = ("tool_calls", "function_call", "tool_call_id")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "ai": "assistant", "function_call": "assistant", "observation": "tool", "function": "tool",
+    "function_response": "tool", **{role: role for role in ROLES},
+}  # fmt: skip
+
+_Name = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(msgspec.Struct):
+    name: _Name
+    arguments: str | dict[str, Any]
+
+
+class _Call(msgspec.Struct):
+    id: _Name
+    function: _Function
+
+
+class _Message(msgspec.Struct):
+    """A message as the file has it; ``train`` is axolotl's name for ``weight``."""
+
+    role: str | None = None
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    weight: float | None = None
+    train: bool | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+
+class _ToolFunction(msgspec.Struct):
+    name: _Name
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _ToolFunction
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One message; ``train`` says whether its tokens carry loss."""
+    """One message.
 
-    role: str
-    content: str
+    Attributes:
+        plain: What chat templates take, the same as for served requests; arguments of tool calls are objects.
+        train: Whether its tokens carry loss; only the assistant's may.
+    """
+
+    plain: dict[str, Any]
     train: bool
-    name: str | None = None
 
-    def as_dict(self) -> dict[str, str]:
-        """The form chat templates take, the same as for served requests."""
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return plain if self.name is None else {**plain, "name": self.name}
-
-
-class RowError(ValueError):
-    """A row that cannot be trained on; ``problems`` says why."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(map(str, problems)))
-        self.problems = problems
+    @property
+    def role(self) -> str:
+        """system, user, assistant or tool."""
+        return str(self.plain["role"])
 
 
-def parse_row(row: Any, line: int) -> list[ChatMessage]:
-    """Check one row and turn it into messages.
+def parse_messages(items: Any, where: str, check: RowCheck) -> list[ChatMessage]:
+    """The messages of a list; what is wrong with their content goes to the check.
 
     Raises:
-        RowError: With every problem of the row, not only the first.
+        RowError: Something has a wrong type.
     """
-    if not isinstance(row, dict):
-        raise _refuse(line, "not_an_object", f"a row must be a JSON object, not {_kind(row)}")
-    raw = row.get("messages")
-    other = next((key for key in _OTHER_FORMATS if row.get(key) is not None), None)
-    if raw is None:
-        looks = f"; '{other}' looks like the {_OTHER_FORMATS[other]} format" if other else ""
-        raise _refuse(line, "missing_messages", f"'messages' is missing{looks}", "messages")
-    if other is not None:
-        message = f"the row has both 'messages' and '{other}' ({_OTHER_FORMATS[other]}); use one format"
-        raise _refuse(line, "ambiguous_format", message, other)
-    for key in _ROW_KEYS_REFUSED:
-        if row.get(key):
-            raise _refuse(line, "unsupported_field", f"'{key}' is not supported yet", key)
-    if not isinstance(raw, list) or not raw:
-        raise _refuse(line, "invalid_type", f"messages must be a non-empty list, not {_kind(raw)}", "messages")
-    problems: list[Problem] = []
-    messages = [_message(item, line, f"messages[{i}]", problems) for i, item in enumerate(raw)]
-    if problems:
-        raise RowError(problems)
-    if messages[-1].role != "assistant":
-        message = f"the last message must be the assistant's, not the {messages[-1].role}'s"
-        raise _refuse(line, "last_not_assistant", message, f"messages[{len(messages) - 1}].role")
-    if not any(message.train for message in messages):
-        raise _refuse(line, "no_trainable_tokens", "every assistant message has weight 0", "messages")
+    given = check.convert(items, Annotated[list[_Message], msgspec.Meta(min_length=1)], where)
+    call_ids: set[str] = set()
+    return [_checked(message, f"{where}[{index}]", check, call_ids) for index, message in enumerate(given)]
+
+
+def _checked(message: _Message, where: str, check: RowCheck, call_ids: set[str]) -> ChatMessage:
+    def wrong(code: str, field: str, text: str) -> None:
+        check.wrong(code, f"{where}.{field}", text)
+
+    role, text = message.role, message.content
+    if role is None:
+        wrong("missing_role", "role", "is missing")
+    elif role not in ROLES:
+        close = difflib.get_close_matches(role.lower()[:40], ROLES, n=1)
+        near = SHAREGPT_ROLES.get(role.lower()) or next(iter(close), None)
+        hint = f' (did you mean "{near}"?)' if near else ""
+        wrong("invalid_role", "role", f'"{role[:40]}" is not one of {"|".join(ROLES)}{hint}')
+    if isinstance(text, list):
+        text = "".join(part.text for part in text)
+    if text is None and not message.tool_calls:
+        wrong("missing_content", "content", "is missing or null")
+    elif text == "" and not message.tool_calls and role in ("user", "assistant"):
+        wrong("empty_content", "content", "is empty")
+    if message.weight not in (None, 0, 1):
+        wrong("invalid_weight", "weight", f"must be 0 or 1, not {message.weight:g}")
+    if role != "assistant":
+        for key in ("weight", "train", "tool_calls"):
+            if getattr(message, key):
+                wrong("not_assistant", key, "is only allowed on assistant messages")
+    if message.function_call is not None:
+        wrong("unsupported_field", "function_call", "is not supported; use tool_calls")
+    # templates write None as a word
+    plain: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text or ""}
+    if message.tool_calls:
+        plain["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{index}]", check)
+                               for index, call in enumerate(message.tool_calls)]  # fmt: skip
+        call_ids |= {call.id for call in message.tool_calls}
+    if role == "tool":
+        plain["tool_call_id"] = message.tool_call_id
+        if message.tool_call_id not in call_ids:
+            wrong("unknown_tool_call", "tool_call_id", "is no id of a tool call before it")
+    for key in ("name", "reasoning_content"):
+        if getattr(message, key) is not None:
+            plain[key] = getattr(message, key)
+    return ChatMessage(plain, role == "assistant" and message.weight != 0 and message.train is not False)
+
+
+def _tool_call(call: _Call, where: str, check: RowCheck) -> dict[str, Any]:
+    """With the arguments as an object: templates write it as JSON themselves, and would quote a string once more."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        arguments = check.decode(arguments, f"{where}.function.arguments")
+        check.convert(arguments, dict[str, Any], f"{where}.function.arguments")
+    else:
+        check.note("arguments of a tool call is an object, which OpenAI takes only as a JSON string")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def openai_messages(items: Any, check: RowCheck) -> Any:
+    """ShareGPT's ``from`` and ``value`` -> messages for ``parse_messages``, which refuses what is no message.
+
+    A ``function_call`` holds ``{"name", "arguments"}`` or a list of them as JSON, and ``observation`` its results.
+    """
+    if not isinstance(items, list):
+        return items
+    messages: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            return items
+        role, value = item.get("from", item.get("role")), item.get("value", item.get("content"))
+        message = {**item, "role": SHAREGPT_ROLES.get(role.lower(), role) if isinstance(role, str) else role}
+        message["content"] = value
+        if role == "function_call":
+            decoded = check.decode(value, f"conversations[{index}].value") if isinstance(value, str) else value
+            decoded = decoded if isinstance(decoded, list) else [decoded]
+            calls = [{"id": f"call_{index}_{number}", "function": call} for number, call in enumerate(decoded)]
+            message |= {"content": None, "tool_calls": calls}
+        elif message["role"] == "tool" and calls:
+            message.setdefault("tool_call_id", calls[0]["id"])
+            calls = calls[1:] or calls
+        messages.append(message)
     return messages
 
 
-def _message(item: Any, line: int, param: str, problems: list[Problem]) -> ChatMessage:
-    """The message; what is wrong with it is appended to ``problems``."""
-
-    def wrong(code: str, text: str, field: str | None = None) -> None:
-        where = param if field is None else f"{param}.{field}"
-        problems.append(Problem(line=line, code=code, message=f"{where} {text}", param=where))
-
-    if not isinstance(item, dict):
-        wrong("invalid_type", f"must be an object, not {_kind(item)}")
-        return ChatMessage("user", "", False)
-    for key in _MESSAGE_KEYS_REFUSED:
-        if item.get(key) is not None:
-            wrong("unsupported_field", "is not supported yet", key)
-    role, weight = item.get("role"), item.get("weight")
-    if role is None:
-        wrong("missing_role", "is missing", "role")
-    elif not isinstance(role, str):
-        wrong("invalid_type", f"must be a string, not {_kind(role)}", "role")
-    elif role not in ROLES:
-        near = _ALIASES.get(role.lower()) or next(iter(difflib.get_close_matches(role.lower(), ROLES, n=1)), None)
-        hint = f' (did you mean "{near}"?)' if near else ""
-        wrong("invalid_role", f'"{role[:40]}" is not one of {"|".join(ROLES)}{hint}', "role")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        wrong("invalid_weight", f"must be 0 or 1, not {msgspec.json.encode(weight).decode()[:40]}", "weight")
-    elif weight is not None and role != "assistant":
-        wrong("invalid_weight", "is only allowed on assistant messages", "weight")
-    content = _content(item, wrong)
-    if content == "" and role in ("user", "assistant"):
-        wrong("empty_content", "is empty", "content")
-    name = item.get("name")
-    if name is not None and not isinstance(name, str):
-        wrong("invalid_type", f"must be a string, not {_kind(name)}", "name")
-        name = None
-    return ChatMessage(str(role), content or "", role == "assistant" and weight != 0, name)
-
-
-def _content(item: dict[str, Any], wrong: Any) -> str | None:
-    """Text of the message; a list of ``{"type": "text", "text"}`` parts is joined."""
-    content = item.get("content")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+def parse_tools(row: dict[str, Any], check: RowCheck) -> list[dict[str, Any]] | None:
+    """``tools`` of a row, each as ``{"type": "function", "function": {"name", …}}``; ShareGPT has them as JSON text."""
+    if row.get("functions") is not None:
+        check.wrong("unsupported_field", "functions", "is not supported; use tools")
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        tools = check.decode(tools, "tools")
+    if not tools:
+        return None
+    if isinstance(tools, list):
+        flat = [isinstance(tool, dict) and "function" not in tool for tool in tools]
+        tools = [
+            {"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, flat, strict=True)
         ]
-        if not all(isinstance(text, str) for text in texts):
-            wrong("invalid_type", 'may only have parts {"type": "text", "text": …}', "content")
-            return None
-        return "".join(str(text) for text in texts)
-    if content is None:
-        wrong("missing_content", "is null" if "content" in item else "is missing", "content")
-        return None
-    if not isinstance(content, str):
-        wrong("invalid_type", f"must be a string, not {_kind(content)}", "content")
-        return None
-    return content
-
-
-def _refuse(line: int, code: str, message: str, param: str | None = None) -> RowError:
-    return RowError([Problem(line=line, code=code, message=message, param=param)])
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    if value == []:
-        return "an empty list"
-    return names.get(type(value), "a number")
+    check.convert(tools, list[_Tool], "tools")
+    made: list[dict[str, Any]] = tools
+    return made

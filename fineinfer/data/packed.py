@@ -25,7 +25,15 @@ SUMMARY_FILE = "dataset.json"
 
 
 class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What dataset.json says; ``tokens`` counts all tokens, ``trainable_tokens`` those that carry loss."""
+    """What dataset.json says.
+
+    Attributes:
+        examples: Rows that are trained; with ``skipped`` they are all rows of the file.
+        tokens: All tokens of the examples; ``trainable_tokens`` those that carry loss.
+        format: Format of the rows, see fineinfer.data.formats.
+        skipped: Rows left out, as the job asked for; ``problems`` counts why, by code.
+        truncated: Examples cut to ``max_seq_length``, as the job asked for.
+    """
 
     sha256: str
     source_sha256: str
@@ -35,7 +43,9 @@ class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     max_seq_length: int
     masking: str  # generation_marks | prefix
+    format: str = "openai_chat"
     skipped: int = 0
+    problems: dict[str, int] = {}
     truncated: int = 0
     warnings: list[str] = []
 

@@ -10,24 +10,46 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fineinfer.data.formats import Example, detect_format, parse_row
 from fineinfer.data.masking import TokenMasker
-from fineinfer.data.openai_chat import ChatMessage, RowError, parse_row
 from fineinfer.data.packed import DatasetSummary, PackedWriter, write_summary
-from fineinfer.data.problems import Problem, ProblemLog, ProblemReport
+from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
 from fineinfer.data.reader import read_rows
 from fineinfer.hashing import file_sha256
 from fineinfer.text.chat_template import ChatTemplateError
 from fineinfer.text.tokenizer import load_tokenizer
 
 PROBLEMS_FILE = "problems.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 EXIT_BAD_FILE = 2
 FEW_EXAMPLES = 10
+_SEEN_BYTES = 8 << 20
+_LABELLED = {"text": "all", "tokenized": None}  # what `train_on` may be where the rows have no messages
+
+
+class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job wants its file to be read.
+
+    Attributes:
+        format: A name of FORMATS; None: found from the first rows.
+        train_on: See TokenMasker.
+        skip_invalid: Bad rows are left out and counted instead of refusing the file.
+        excess_length_strategy: What becomes of rows above ``max_seq_length`` (axolotl's name): ``raise`` makes them bad
+            rows, ``drop`` leaves them out, ``truncate`` cuts them at the right.
+    """
+
+    format: str | None = None
+    train_on: str | None = None
+    skip_invalid: bool = False
+    excess_length_strategy: str = "raise"
 
 
 class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,86 +59,156 @@ class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
     job_dir: str  # where the data set goes
     model_path: str  # folder (or .gguf file) with tokenizer and chat template
     max_seq_length: int
+    data: DataSettings = DataSettings()
+
+
+class Judge:
+    """Reads a file once, row by row, in constant memory.
+
+    Args:
+        source: The file.
+        settings: How to read it.
+        max_seq_length: Longest example in tokens.
+        load: Gives the tokenizer, when the first well-formed row is there (its import takes seconds). None: the rows
+            are judged without looking at tokens.
+
+    Attributes:
+        problems: What is wrong so far.
+        rows, skipped, truncated: Numbers of rows so far.
+        masker: Made with the first well-formed row.
+    """
+
+    def __init__(
+        self, source: Path, settings: DataSettings, max_seq_length: int, load: Callable[[], Any] | None
+    ) -> None:
+        self._source, self._settings, self._max_seq_length, self._load = source, settings, max_seq_length, load
+        self.problems = ProblemLog()
+        self.rows = self.skipped = self.truncated = 0
+        self.masker: TokenMasker | None = None
+        self.format: str | None = None
+        self._notes: Counter[str] = Counter()
+        self._seen, self._repeated = array("q", bytes(_SEEN_BYTES)), 0
+
+    def examples(self) -> Iterator[tuple[int, list[int], list[int]]]:
+        """(line, input_ids, loss_mask) of each good row; both lists are empty without a tokenizer."""
+        found = self._settings.format or detect_format(read_rows(self._source))
+        if isinstance(found, Problem):
+            return self._refuse_file(found)
+        self.format = found
+        train_on, alone = self._settings.train_on, self._settings.format is None
+        if train_on is not None and train_on != _LABELLED.get(self.format, train_on):
+            message = f"train_on {train_on} has no meaning for {self.format} rows; leave it out"
+            return self._refuse_file(Problem(line=None, code="invalid_train_on", message=message, param="train_on"))
+        for line, row in read_rows(self._source, on_line=self._remember):
+            self.rows += 1
+            try:
+                if isinstance(row, Problem):
+                    raise RowError([row])
+                ids, mask = self._encode(parse_row(row, line, self.format, alone=alone, notes=self._notes), line)
+            except RowError as error:
+                self.skipped += 1
+                for problem in error.problems:
+                    self.problems.add(problem)
+            else:
+                yield line, ids, mask
+        if not self.rows:
+            self.problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
+
+    def _remember(self, raw: bytes) -> None:
+        """Count repeated rows; a row that shares the slot of another is forgotten, so it is a lower bound."""
+        number = hash(raw)
+        slot = number % len(self._seen)
+        self._repeated += self._seen[slot] == number
+        self._seen[slot] = number
+
+    def _refuse_file(self, problem: Problem) -> None:
+        self.problems.add(problem)
+        self.rows = self.skipped = sum(1 for _ in read_rows(self._source))
+
+    def _encode(self, example: Example, line: int) -> tuple[list[int], list[int]]:
+        if self._load is None:
+            return [], []
+        if self.masker is None:
+            self.masker = TokenMasker(self._load(), self._settings.train_on)
+        try:
+            ids, mask = self.masker.encode(example)
+        except ChatTemplateError as error:
+            raise RowError([Problem(line=line, code="template_error", message=str(error), param="messages")]) from None
+        longest = self._max_seq_length
+        if too_long := len(ids) > longest:
+            if self._settings.excess_length_strategy != "truncate":
+                message = f"{len(ids)} tokens are more than max_seq_length {longest}"
+                raise RowError([Problem(line=line, code="too_long", message=message, param="messages")])
+            ids, mask = ids[:longest], mask[:longest]
+        if not any(mask[1:]):
+            message = f"no trainable token is left {f'in {longest} tokens' if too_long else 'after the chat template'}"
+            raise RowError([Problem(line=line, code="no_trainable_tokens", message=message, param="messages")])
+        self.truncated += too_long
+        return ids, mask
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, for people."""
+        return "" if self.masker is None else str(self.masker.template.tokenizer.decode(token_ids))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the file cannot be trained on as the settings stand."""
+        dropped = self.problems.counts["too_long"] if self._settings.excess_length_strategy == "drop" else 0
+        return self.skipped == self.rows or (self.skipped > dropped and not self._settings.skip_invalid)
+
+    def report(self) -> ProblemReport:
+        """The verdict so far."""
+        first, counts = list(self.problems.first), dict(self.problems.counts)
+        return ProblemReport(
+            first=first,
+            counts=counts,
+            rows=self.rows,
+            bad_rows=self.skipped,
+            format=self.format,
+            warnings=self.warnings(),
+        )
+
+    def warnings(self) -> list[str]:
+        """What is odd about the file, for the user."""
+        good, masker = self.rows - self.skipped, self.masker
+        counted = [
+            (self._repeated, "rows are the same as an earlier one"),
+            *((number, f"times: {note}") for note, number in self._notes.most_common()),
+            (masker.num_unended if masker else 0, "trained answers have no end token: the adapter may not stop"),
+            (masker.num_other_prompts if masker else 0, "trained answers begin otherwise than this template opens one"),
+        ]
+        few = [f"only {good} examples: at least {FEW_EXAMPLES} are advisable"] if good < FEW_EXAMPLES else []
+        return few + [f"{number} {text}" for number, text in counted if number]
 
 
 def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummary | ProblemReport:
-    """Judge the whole file first; write the data set only if every line is good.
+    """Judge the whole file; the data set is there afterwards only if it may be trained on.
 
     Args:
         settings: What to prepare.
-        load: Gives the tokenizer; called only for a well-formed file, since its import takes seconds.
+        load: Gives the tokenizer; called only if a row is well formed.
 
     Returns:
         The summary, which is on disk then, or the report of everything that is wrong.
     """
     source, job_dir = Path(settings.source), Path(settings.job_dir)
-    problems = ProblemLog()
-    examples = sum(1 for _ in _good_rows(source, problems))
-    if not examples and not problems:
-        problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
-    if problems:
-        return problems.report()
-    masker = TokenMasker(load())
+    judge = Judge(source, settings.data, settings.max_seq_length, load)
     with PackedWriter(job_dir) as writer:
-        for line, messages in _good_rows(source, problems):
-            try:
-                ids, mask = masker.encode(messages)
-            except ChatTemplateError as error:
-                problems.add(Problem(line=line, code="template_error", message=str(error), param="messages"))
-                continue
-            if (problem := _token_problem(line, ids, mask, settings.max_seq_length)) is not None:
-                problems.add(problem)
-            elif not problems:
-                writer.add(ids, mask)
-        if problems:
-            return problems.report()
+        for _, ids, mask in judge.examples():
+            writer.add(ids, mask)
+        if judge.refused or judge.masker is None:
+            return judge.report()
         summary = DatasetSummary(
-            sha256=writer.finish(),
-            source_sha256=file_sha256(source),
-            examples=writer.examples,
-            tokens=writer.tokens,
-            trainable_tokens=writer.trainable_tokens,
-            longest=writer.longest,
-            max_seq_length=settings.max_seq_length,
-            masking=masker.method,
-            warnings=_warnings(writer.examples, masker),
-        )
+            sha256=writer.finish(), source_sha256=file_sha256(source), examples=writer.examples, tokens=writer.tokens,
+            trainable_tokens=writer.trainable_tokens, longest=writer.longest, max_seq_length=settings.max_seq_length,
+            masking=judge.masker.method, format=str(judge.format), skipped=judge.skipped,
+            problems=dict(judge.problems.counts), truncated=judge.truncated, warnings=judge.warnings(),
+        )  # fmt: skip
+    # it travels with the adapter: an answer is only right in the template that was trained
+    if judge.masker.template.source:
+        (job_dir / CHAT_TEMPLATE_FILE).write_text(judge.masker.template.source, encoding="utf-8")
     write_summary(job_dir, summary)
     return summary
-
-
-def _good_rows(source: Path, problems: ProblemLog) -> Iterator[tuple[int, list[ChatMessage]]]:
-    """(line, messages) of the rows that are well formed; the others are logged."""
-    for line, row in read_rows(source):
-        if isinstance(row, Problem):
-            problems.add(row)
-            continue
-        try:
-            yield line, parse_row(row, line)
-        except RowError as error:
-            for problem in error.problems:
-                problems.add(problem)
-
-
-def _token_problem(line: int, ids: list[int], mask: list[int], max_seq_length: int) -> Problem | None:
-    if len(ids) > max_seq_length:
-        message = f"{len(ids)} tokens are more than max_seq_length {max_seq_length}"
-        return Problem(line=line, code="too_long", message=message, param="messages")
-    if not any(mask[1:]):
-        message = "no trainable token is left after the chat template"
-        return Problem(line=line, code="no_trainable_tokens", message=message, param="messages")
-    return None
-
-
-def _warnings(examples: int, masker: TokenMasker) -> list[str]:
-    warnings = []
-    if examples < FEW_EXAMPLES:
-        warnings.append(f"only {examples} examples: at least {FEW_EXAMPLES} are advisable")
-    if masker.num_unended:
-        warnings.append(
-            f"{masker.num_unended} trained answers have no end token in this chat template: the adapter may not stop"
-        )
-    return warnings
 
 
 def main(argv: list[str]) -> int:

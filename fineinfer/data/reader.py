@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ MAX_LINE_BYTES = 8 << 20
 _BOM = b"\xef\xbb\xbf"
 
 
-def read_rows(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, Any | Problem]]:
+def read_rows(
+    path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, on_line: Callable[[bytes], None] | None = None
+) -> Iterator[tuple[int, Any | Problem]]:
     """Every non-blank line as (line number from 1, its JSON value or what is wrong with it).
 
     A UTF-8 byte order mark at the start and CRLF line ends are accepted. A line longer than ``max_line_bytes`` is
-    skipped without being held in memory.
+    skipped without being held in memory. ``on_line`` sees the bytes of the others, stripped.
     """
     with path.open("rb") as file:
         number = 0
@@ -31,7 +33,9 @@ def read_rows(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[t
                 continue
             if number == 1:
                 raw = raw.removeprefix(_BOM)
-            if raw.strip():
+            if line := raw.strip():
+                if on_line is not None:
+                    on_line(line)
                 yield number, _parse(raw, number)
 
 

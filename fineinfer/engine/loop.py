@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.engine.inbox import Inbox, RequestDesk, now_s
@@ -36,6 +38,7 @@ from fineinfer.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1
+POLL_S = 1e-4  # between two looks at the device while a step runs beside training
 STATS_PERIOD_S = 1.0
 
 
@@ -55,6 +58,13 @@ class EngineParts:
     counters: Counters
 
 
+class _InFlight(NamedTuple):
+    """A launched step, and whether training was to run beside it."""
+
+    launched: Launched
+    beside: bool
+
+
 class EngineLoop:
     """Owns nothing but the order of things.
 
@@ -72,7 +82,7 @@ class EngineLoop:
         self._eos = frozenset(eos_token_ids)
         self._drain_until_s: float | None = None
         self._stats_at_s = 0.0
-        self._in_flight: deque[Launched] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self.stopped = False
 
     def run(self) -> None:
@@ -94,8 +104,9 @@ class EngineLoop:
         worked = self._run_inference(plan)
         wanted = plan.slots_wanted
         waits_for_training = wanted > 0 and not self.parts.ladder.make_room(wanted, trainer, now_s(), stuck)
-        if plan.train or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
-            worked = self.parts.training.run_unit() or worked
+        beside = bool(plan.chunks) and self.parts.training.can_run_beside
+        if (plan.train and not beside) or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
+            worked = (self.parts.training.feed if beside else self.parts.training.run_unit)() or worked
             self.parts.counters.training_units += 1
         self._finish_turn()
         return worked
@@ -113,27 +124,39 @@ class EngineLoop:
 
     def _run_inference(self, plan: StepPlan) -> bool:
         """Launch the plan, then take in what is due: while the device runs a step, the host commits the one before."""
+        beside = plan.train and self.parts.training.can_run_beside
         if plan.chunks:
             try:
-                self._launch(plan.chunks)
+                self._launch(plan.chunks, beside)
             except Exception:
                 logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
                 self._run_one_by_one(plan.chunks)
         worked = bool(plan.chunks)
         while self._in_flight and (not plan.chunks or len(self._in_flight) > self.parts.runner.max_in_flight):
+            if beside:
+                self._train_until_done(self._in_flight[0].launched)
             self._collect()
             worked = True
         return worked
 
-    def _launch(self, chunks: tuple[Chunk, ...]) -> None:
-        self._in_flight.append(self.parts.runner.launch(chunks))
+    def _launch(self, chunks: tuple[Chunk, ...], beside: bool = False) -> None:
+        beside = self.parts.training.step_begins() or beside
+        self._in_flight.append(_InFlight(self.parts.runner.launch(chunks), beside))
         for chunk in chunks:
             self.parts.scheduler.launched(chunk)
 
+    def _train_until_done(self, step: Launched) -> None:
+        """Keep training's stream busy while the device runs a step."""
+        while not step.is_done:
+            if self.parts.training.feed():
+                self.parts.counters.training_units += 1
+            else:
+                time.sleep(POLL_S)
+
     def _collect(self) -> None:
-        step = self._in_flight.popleft()
+        step, beside = self._in_flight.popleft()
         results, seconds = step.collect()
-        self.parts.latency.observe("decode" if step.is_decode else "prefill", step.num_rows, seconds)
+        self.parts.latency.observe("decode" if step.is_decode else "prefill", step.num_rows, seconds, beside)
         for result in results:
             self._commit(result)
 

@@ -32,8 +32,9 @@ from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.rungs import Rungs
 from fineinfer.engine.runners import RunnerParts, fit_serving, make_runner, pick_backend, prepare
 from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.start_times import StartTimes
 from fineinfer.engine.statistics import Counters, StatisticsSource
-from fineinfer.engine.training_host import TrainingHost
+from fineinfer.engine.training_host import TrainingHost, TrainingWay
 from fineinfer.ipc import Router
 from fineinfer.memory.cuda_memory import open_driver
 from fineinfer.memory.freed_memory import return_freed_memory
@@ -45,9 +46,11 @@ from fineinfer.messages import EngineInfo, FromEngine, ToEngine
 from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
 from fineinfer.parent_death import die_with_parent
+from fineinfer.runner.step_graphs import SERVING_PRIORITY
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits
 from fineinfer.scheduler.slo import SloTargets, make_policy
+from fineinfer.training.determinism import prepare_determinism
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Base:
     max_model_len: int
     device: torch.device
     runner_parts: RunnerParts
+    training_stream: torch.cuda.Stream | None
+    times: StartTimes
 
 
 def main() -> None:
@@ -92,10 +97,14 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         MemoryPlanError: The memory budget is too small.
         ValueError: A setting that only the model can judge, such as a context length beyond its own.
     """
+    times = StartTimes()
     set_malloc_thresholds()
+    if settings.deterministic:
+        prepare_determinism()
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     device = pick_device(settings.device)
+    stream = pick_training_stream(settings, device)
     budget = memory_budget(settings, device)
     model = load_model(
         settings.model,
@@ -105,6 +114,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         revision=settings.revision,
         seed=settings.seed,
     )
+    times.ended("weights")
     max_model_len = pick_context_length(settings, model)
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
     adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
@@ -122,6 +132,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     backend = pick_backend(settings, device)
     parts = RunnerParts(model.decoder, adapters, limits, device, backend, settings.enforce_eager)
     parts, workspace = fit_serving(settings, parts, max_model_len, kv_spec, left)
+    times.ended("dry run")
     gc.collect()
     return_freed_memory(device)  # of the dry run: the pool takes it
     fixed = {"weights": weights, "workspace": workspace, "adapters": adapters.stacks.num_bytes}
@@ -136,7 +147,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
         # the base of dynamic RoPE depends on the whole prompt, so its keys serve no other prompt
         keep_prefixes=not settings.no_enable_prefix_caching and not model.decoder.rope.needs_lengths,
     )
-    base = Base(model, adapters, max_model_len, device, parts)
+    base = Base(model, adapters, max_model_len, device, parts, stream, times)
     return wire(settings, token, base, kv_cache, plan.with_pool(pool))
 
 
@@ -145,6 +156,17 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no usable CUDA device")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def pick_training_stream(settings: EngineSettings, device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for training beside steps; serving then gets one that goes before it. None: training between steps.
+
+    Only policy ``slo`` trains while requests run.
+    """
+    if device.type != "cuda" or settings.policy != "slo" or settings.no_training_overlap or settings.deterministic:
+        return None
+    torch.cuda.set_stream(torch.cuda.Stream(device, priority=SERVING_PRIORITY))  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
 
 
 def pick_context_length(settings: EngineSettings, model: LoadedModel) -> int:
@@ -181,9 +203,10 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     rungs = Rungs(latency, device.type)
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots, rungs, keep_floor)
     runner = make_runner(base.runner_parts, kv_cache)
+    base.times.ended("memory")
     said = prepare(base.runner_parts, runner)
     if said is not None:
-        print(said, file=sys.stderr, flush=True)
+        print(f"{base.times}; {said}", file=sys.stderr, flush=True)
     info = EngineInfo(
         boot_id=secrets.token_hex(8),
         base_model=settings.base_model,
@@ -203,7 +226,8 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
-    training = TrainingHost(model.decoder, ladder, latency, outbox, base.runner_parts.backend)
+    how = TrainingWay(base.runner_parts.backend, base.training_stream, settings.deterministic)
+    training = TrainingHost(model.decoder, ladder, latency, outbox, how)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
     parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fineinfer.config import Config
+
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved settings of the engine; sizes in bytes, None where the engine measures for itself.
@@ -13,6 +15,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         base_model: Name the base model is served under.
         engine_address: ``ipc://`` address to bind.
         policy: Name of the co-scheduling policy.
+        deterministic: Training gives the same bits in every run.
     """
 
     model: str | None
@@ -39,5 +42,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     enforce_eager: bool = False
     attention_backend: str = "auto"
+    deterministic: bool = False
     no_enable_prefix_caching: bool = False
+    no_training_overlap: bool = False
     engine_address: str
+
+
+def engine_settings(config: Config, base_model: str, engine_address: str) -> EngineSettings:
+    """What the engine needs of a resolved configuration; its settings have the names they have there."""
+    resolved = vars(config.model) | vars(config.memory) | vars(config.scheduler)
+    own = {name: resolved[name] for name in EngineSettings.__struct_fields__ if name in resolved}
+    return EngineSettings(**own, base_model=base_model, engine_address=engine_address)

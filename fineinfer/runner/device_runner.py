@@ -35,7 +35,7 @@ from fineinfer.runner.device_batch import (
 from fineinfer.runner.device_sampler import DeviceSampler, SampledRows
 from fineinfer.runner.prompt_logprobs import collect_prompt_logprobs, wants_prompt_logprobs
 from fineinfer.runner.results import ChunkResult
-from fineinfer.runner.step_graphs import GraphKey, Results, StepGraphs
+from fineinfer.runner.step_graphs import SERVING_PRIORITY, GraphKey, Results, StepGraphs
 from fineinfer.scheduler.plan import Chunk
 
 SMALL_LORA_TILE, LARGE_LORA_TILE = 16, 64  # rows; small in captured steps, whose tile count is fixed
@@ -57,6 +57,11 @@ class DeviceStep:
     def is_decode(self) -> bool:
         """Whether every chunk is one row."""
         return self.num_rows == len(self.chunks)
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Launched``."""
+        return self.events is None or self.events[1].query()
 
     def collect(self) -> tuple[list[ChunkResult], float]:
         """Wait for the step's end; one result per chunk, and the seconds it took on the device."""
@@ -128,7 +133,7 @@ class DeviceRunner:
         rope = decoder.rope
         self._rope_table = None if rope.needs_lengths else rope.rows(torch.arange(table.max_len, device=device))
         self._sampler = DeviceSampler(spec.vocab_size, spec.eos_token_ids, table.max_rows, device)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device, priority=SERVING_PRIORITY) if device.type == "cuda" else None
         self._graphs: StepGraphs | None = None
         self._epoch = kv_cache.epoch
         self.progress = 0

@@ -37,6 +37,10 @@ class Launched(Protocol):
     def is_decode(self) -> bool:
         """Whether every chunk is one row."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether ``collect`` would not wait."""
+
     def collect(self) -> tuple[list[ChunkResult], float]:
         """Wait for the step: one result per chunk, and the seconds it took on its device."""
 
@@ -64,6 +68,7 @@ class FinishedStep:
     seconds: float
     num_rows: int
     is_decode: bool
+    is_done = True
 
     def collect(self) -> tuple[list[ChunkResult], float]:
         """The results, at once."""

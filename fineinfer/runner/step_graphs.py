@@ -12,6 +12,7 @@ import torch
 # Matrix products of 1 to 256 rows differ little (5.4 to 7.8 ms of an 8B model on an H100) and above that go by tiles of
 # 64 rows, so few buckets lose little.
 _DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, 513, 32), *range(576, 4097, 64))
+SERVING_PRIORITY = -1  # above the default stream's, where training runs; captured kernels keep that of their stream
 # A step of more rows takes the device longer than the host needs to launch it kernel by kernel.
 _MIXED_BUCKETS = (64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024)
 
@@ -103,12 +104,13 @@ class StepGraphs:
     def capture(self, keys: Sequence[GraphKey]) -> None:
         """Capture steps; each runs once before, so that kernels are compiled and libraries have their workspaces."""
         started_s, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+        stream = torch.cuda.Stream(priority=SERVING_PRIORITY)
         for key in keys:
             self._prepare(key)
             self._forward(key)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 results = self._forward(key)
             self._pool = self._pool or graph.pool()
             self._graphs[key] = graph, results

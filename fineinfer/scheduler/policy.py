@@ -23,6 +23,10 @@ class LoadState:
         unit_s: Estimated seconds of a training unit, on the mean of those that are left.
         trained_s: Seconds of training since start.
         last_unit_s: When the last training unit was planned.
+        beside: Training units can run beside steps, on a stream of their own.
+        step_beside_s: As ``step_s``, while training runs beside it.
+        prefill_s: Estimated seconds of a forward over all prompt tokens that wait, queued requests included.
+        prefill_beside_s: As ``prefill_s``, while training runs beside it.
     """
 
     oldest_wait_s: float | None
@@ -37,11 +41,15 @@ class LoadState:
     unit_s: float = 0.0
     trained_s: float = 0.0
     last_unit_s: float = 0.0
+    beside: bool = False
+    step_beside_s: float = 0.0
+    prefill_s: float = 0.0
+    prefill_beside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A policy's decision: may waiting requests join, does a training unit run, and do requests run before it."""
+    """A policy's decision: may waiting requests join, does training run, and do requests run before or beside it."""
 
     admit: bool
     train: bool

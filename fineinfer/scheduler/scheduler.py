@@ -50,6 +50,7 @@ class TrainingState:
         update_left_s: Estimated seconds of its rest, or of a whole one.
         unit_s: Of a unit.
         slots_withheld: Slots that no further request may be admitted to.
+        beside: Units can run beside steps.
     """
 
     ready: bool = False
@@ -57,6 +58,7 @@ class TrainingState:
     update_left_s: float = 0.0
     unit_s: float = 0.0
     slots_withheld: int = 0
+    beside: bool = False
 
 
 class Scheduler:
@@ -87,7 +89,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request. It has been checked to fit the pool's maximum."""
-        sequence.trained_before_s = self._latency.trained_s
+        sequence.delayed_before_s = self._latency.delayed_s
         self.waiting.add(sequence)
 
     def is_idle(self) -> bool:
@@ -105,23 +107,7 @@ class Scheduler:
             now_s: ``time.monotonic()``.
             training: Whether and how long training could run.
         """
-        oldest_s = self.waiting.oldest_arrival_s()
-        turn = self._policy(
-            LoadState(
-                oldest_wait_s=None if oldest_s is None else now_s - oldest_s,
-                num_running=len(self.running),
-                training_ready=training.ready,
-                update_started=training.update_started,
-                update_left_s=training.update_left_s,
-                deferral_bound_s=self._limits.deferral_bound_s,
-                now_s=now_s,
-                prefill_tokens=sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1),
-                step_s=self._latency.estimate("decode", len(self.running)),
-                unit_s=training.unit_s,
-                trained_s=self._latency.trained_s,
-                last_unit_s=self._last_unit_s,
-            )
-        )
+        turn = self._policy(self._load(now_s, training))
         draft = PlanDraft()
         if turn.admit:
             self._admit(now_s, draft, self._kv.num_slots - training.slots_withheld)
@@ -135,6 +121,30 @@ class Scheduler:
         if train:
             self._last_unit_s = now_s
         return StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
+
+    def _load(self, now_s: float, training: TrainingState) -> LoadState:
+        """What the policy may look at."""
+        oldest_s, estimate = self.waiting.oldest_arrival_s(), self._latency.estimate
+        prefill_tokens = sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1)
+        num_prompt = prefill_tokens + self.waiting.num_tokens
+        return LoadState(
+            oldest_wait_s=None if oldest_s is None else now_s - oldest_s,
+            num_running=len(self.running),
+            training_ready=training.ready,
+            update_started=training.update_started,
+            update_left_s=training.update_left_s,
+            deferral_bound_s=self._limits.deferral_bound_s,
+            now_s=now_s,
+            prefill_tokens=prefill_tokens,
+            step_s=estimate("decode", len(self.running)),
+            unit_s=training.unit_s,
+            trained_s=self._latency.trained_s,
+            last_unit_s=self._last_unit_s,
+            beside=training.beside,
+            step_beside_s=estimate("decode", len(self.running), beside=True),
+            prefill_s=estimate("prefill", num_prompt) if num_prompt else 0.0,
+            prefill_beside_s=estimate("prefill", num_prompt, beside=True) if num_prompt else 0.0,
+        )
 
     def _admit(self, now_s: float, draft: PlanDraft, num_slots: int) -> None:
         """Move waiting requests that fit to the running list, up to the first that does not."""
@@ -235,8 +245,8 @@ class Scheduler:
         chunk.sequence.num_in_flight += chunk.samples
 
     def training_s(self, sequence: Sequence) -> float:
-        """Seconds of training since a request was queued."""
-        return self._latency.trained_s - sequence.trained_before_s
+        """Seconds by which training can have held up a request since it was queued."""
+        return self._latency.delayed_s - sequence.delayed_before_s
 
     def commit(self, chunk: Chunk, token_id: int | None, now_s: float | None = None) -> None:
         """Record that a launched chunk ran, which token its last row chose, and when that was known."""

@@ -35,7 +35,7 @@ class Sequence:
         first_scheduled_s: When its first slice was planned.
         first_token_s: When its first token was committed.
         last_token_s: When its newest token was committed.
-        trained_before_s: Seconds that had been trained when it was queued.
+        delayed_before_s: Seconds by which training had held up requests when it was queued.
         prompt_logprobs: Collected entries while the prompt is prefilled.
         finish_reason: Set once, when it ends.
     """
@@ -64,7 +64,7 @@ class Sequence:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
-    trained_before_s: float = 0.0
+    delayed_before_s: float = 0.0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 

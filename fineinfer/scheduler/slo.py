@@ -4,6 +4,9 @@ Every decode step earns the time a token may take; what its running did not use 
 it fits into the slack. Slack adds up over a few tokens, so that units longer than a single gap find room too: a
 request's time per output token is a mean. Waiting prompts end the training at the next unit. The pace, the part of the
 target that is really spent, follows the observed 99th percentiles: additive increase, multiplicative decrease.
+
+Where training runs beside steps on a stream of its own, the same is asked for each step: whether it may take as long as
+it does with training beside it. What steps took less than their tokens' time lets later ones take more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency 
 SHARE_WINDOW_S, SHARE_TICK_S = 10.0, 0.05
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
+MAX_SLACK, MAX_DEBT = 2.0, 8.0  # tokens' times that steps beside training may be ahead of their targets, or behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class SloPolicy:
         self._targets = targets
         self.pace = 1.0
         self._due_s = 0.0  # when the next tokens of the running requests are due
+        self._slack_s = 0.0  # what steps have taken less than their tokens' time; negative: more
         self._last_inference_s: float | None = None
         self._spent: deque[tuple[float, float]] = deque()  # (when, seconds trained since start), over the window
         self._latencies: deque[tuple[float, float | None]] = deque(maxlen=PACE_WINDOW)
@@ -58,6 +63,8 @@ class SloPolicy:
     def __call__(self, load: LoadState) -> Turn:
         """Decide one turn."""
         share = self._share(load)
+        if load.beside and (load.num_running or load.oldest_wait_s is not None):
+            return self._beside(load, share)
         if not load.training_ready:
             return self._infer(load)
         if share < self._targets.train_share_min and self._requests_had_a_turn(load):
@@ -96,6 +103,21 @@ class SloPolicy:
             self._latencies.clear()  # they happened at the old pace
         else:
             self.pace = min(1.0, self.pace + PACE_STEP)
+
+    def _beside(self, load: LoadState, share: float) -> Turn:
+        """A step now; with training beside it, if what it then takes is within the targets."""
+        token_s = self.pace * self._tpot_s(load.step_s)
+        if self._last_inference_s is None or not load.num_running:
+            self._slack_s = 0.0
+        else:
+            spent_s = load.now_s - self._last_inference_s
+            self._slack_s = min(MAX_SLACK * token_s, max(-MAX_DEBT * token_s, self._slack_s + token_s - spent_s))
+        self._last_inference_s = load.now_s
+        first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
+        in_time = (load.oldest_wait_s or 0.0) + load.prefill_beside_s <= first_s
+        fits = load.step_beside_s <= token_s + self._slack_s
+        allowed = share < self._targets.train_share_min or (share <= self._targets.train_share_max and fits and in_time)
+        return Turn(admit=True, train=allowed and load.training_ready)
 
     def _infer(self, load: LoadState) -> Turn:
         """A turn for requests: the tokens of its step earn their time."""

@@ -21,7 +21,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[int, deque[Sequence]] = {}  # none is empty
         self._since_aged = 0
-        self._length = 0
+        self._length = self._num_tokens = 0
 
     def __len__(self) -> int:
         return self._length
@@ -29,6 +29,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         for priority in sorted(self._levels):
             yield from self._levels[priority]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of the waiting requests."""
+        return self._num_tokens
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request at its place; one that was preempted comes back to where it was."""
@@ -38,12 +43,14 @@ class WaitingQueue:
             position = next(i for i, other in enumerate(level) if other.arrival_s > sequence.arrival_s)
         level.insert(position, sequence)
         self._length += 1
+        self._num_tokens += len(sequence.prompt)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a request out, wherever it is. Raises ValueError if it does not wait."""
         level = self._levels.get(sequence.priority, deque())
         level.remove(sequence)
         self._length -= 1
+        self._num_tokens -= len(sequence.prompt)
         if not level:
             del self._levels[sequence.priority]
 

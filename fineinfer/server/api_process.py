@@ -33,6 +33,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         socket_fd: Inherited listening socket; without it ``host`` and ``port`` are bound.
         api_keys: Accepted bearer keys; none: no authentication.
         metrics_prefix: ``fineinfer:`` or ``vllm:``.
+        max_file_bytes: Largest upload.
+        files_quota_bytes: Most bytes of files kept at a time.
         num_text_threads: Threads that tokenise.
         shutdown_timeout_s: How long running answers may go on after SIGTERM (which comes after the engine has drained);
             then they end with an error.
@@ -51,6 +53,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: list[str] = []
     metrics_prefix: str = "fineinfer:"
+    max_file_bytes: int = 2 << 30
+    files_quota_bytes: int = 20 << 30
     num_text_threads: int = 2
     shutdown_timeout_s: float = 4.0
     log_level: str = "info"
@@ -69,12 +73,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         return _serve(settings, token)
-    except _start_errors() as error:
+    except start_errors() as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 1
 
 
-def _start_errors() -> tuple[type[Exception], ...]:
+def start_errors() -> tuple[type[Exception], ...]:
+    """What a start fails with for a reason that the user can mend."""
     from fineinfer.model.errors import ModelLoadError
     from fineinfer.store import StoreError
     from fineinfer.text.tokenizer import TokenizerError

@@ -77,6 +77,7 @@ class JobManager:
         self, store: Store, state_dir: Path, settings: JobSettings, send: Callable[[ToEngine], Awaitable[None]]
     ) -> None:
         self._store = store
+        store.remove_unknown_files()
         self._state_dir = state_dir
         self._settings = settings
         self._send = send

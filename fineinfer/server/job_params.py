@@ -11,6 +11,9 @@ from typing import Any
 
 import msgspec
 
+from fineinfer.data.formats import FORMATS
+from fineinfer.data.masking import TRAIN_ON
+from fineinfer.data.prepare import DataSettings
 from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.request import InvalidRequestError
 
@@ -81,8 +84,12 @@ NUMBERS: dict[str, _Number] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "lr_scheduler": ("cosine", "linear", "constant"),
     "recompute": ("auto", "never", "always"),
+    "format": tuple(FORMATS),
+    "train_on": TRAIN_ON,
+    "excess_length_strategy": ("raise", "drop", "truncate"),
 }
-_HYPERPARAMETERS = (*NUMBERS, *CHOICES, "lora", "train_on", "packing")
+_DATA_KEYS = ("format", "train_on", "excess_length_strategy", "skip_invalid")  # for the data child, not the trainer
+_HYPERPARAMETERS = (*NUMBERS, *CHOICES, "lora", "skip_invalid", "packing")
 _LORA_KEYS = ("r", "alpha", "target_modules", "rslora", "dropout", "dora", "init")
 _TOP_LEVEL = ("model", "training_file", "validation_file", "suffix", "seed", "metadata", "integrations", "method",
               "hyperparameters")  # fmt: skip
@@ -94,8 +101,6 @@ _UNSUPPORTED: dict[str, str] = {
     "from_checkpoint": "a job starts from the base model",
     "priority": "jobs run in the order of their creation",
     "max_gpu_share": "the scheduling policy decides how training shares the engine",
-    "skip_invalid": "a file with a bad line is refused as a whole, so that no example is dropped silently",
-    "format": "only OpenAI chat rows are read",
 }
 
 
@@ -172,8 +177,10 @@ def parse_hyperparameters(values: Mapping[str, Any], limits: Limits, prefix: str
             parsed[key] = value
         elif key == "lora":
             parsed[key] = _lora(_object(value, param), limits, param + ".")
-        elif key == "train_on" and value != "assistant":
-            raise _unsupported(param, f"{param} {_show(value)} is not supported: training is on assistant messages.")
+        elif key == "skip_invalid":
+            if not isinstance(value, bool):
+                raise InvalidRequestError(f"{param} must be true or false, not {_show(value)}.", param)
+            parsed[key] = value
         elif key == "packing" and value is not True:
             raise _unsupported(param, f"{param} can only be true: rows are always packed, with boundaries kept.")
     longest = limits.max_model_len
@@ -184,6 +191,11 @@ def parse_hyperparameters(values: Mapping[str, Any], limits: Limits, prefix: str
     return parsed
 
 
+def data_settings(request: JobRequest) -> DataSettings:
+    """How the job's file is to be read."""
+    return msgspec.convert({key: v for key, v in request.hyperparameters.items() if key in _DATA_KEYS}, DataSettings)
+
+
 def resolve_settings(request: JobRequest, num_examples: int, defaults: TrainingSettings) -> TrainingSettings:
     """Turn every ``auto`` into a number.
 
@@ -191,7 +203,7 @@ def resolve_settings(request: JobRequest, num_examples: int, defaults: TrainingS
     to 64; 3 epochs, fewer when that is more than MAX_AUTO_STEPS updates; learning rate ``defaults.learning_rate`` times
     ``learning_rate_multiplier``; sequences up to ``defaults.max_seq_length``.
     """
-    values = dict(request.hyperparameters)
+    values = {key: value for key, value in request.hyperparameters.items() if key not in _DATA_KEYS}
     lora = values.pop("lora", {})
     r = lora.get("r", defaults.lora.r)
     multiplier = values.pop("learning_rate_multiplier", 1.0)

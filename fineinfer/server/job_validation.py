@@ -18,7 +18,7 @@ from fineinfer.data.prepare import EXIT_BAD_FILE, PROBLEMS_FILE, PrepareSettings
 from fineinfer.data.problems import ProblemReport
 from fineinfer.messages import TrainingSettings
 from fineinfer.server.job_creation import TRAINING_FILE
-from fineinfer.server.job_params import JobRequest, resolve_settings
+from fineinfer.server.job_params import JobRequest, data_settings, resolve_settings
 from fineinfer.store import JobRecord, JobStateConflictError, JobStatus, Store
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class JobSettings:
     defaults: TrainingSettings = field(default_factory=TrainingSettings)
 
 
-def _model_path(settings: JobSettings) -> Path:
+def model_path(settings: JobSettings) -> Path:
+    """Folder (or .gguf file) of the base model; asks the hub for what is not there."""
     from fineinfer.model.resolve import resolve_model_path  # the hub library is slow to import
 
     return resolve_model_path(settings.model, revision=settings.revision, need_weights=False)
@@ -113,15 +114,16 @@ class Validation:
         for name in (SUMMARY_FILE, PROBLEMS_FILE):
             (folder / name).unlink(missing_ok=True)
         # the engine is up, so the model's files are here already
-        model_path = await asyncio.to_thread(_model_path, self._settings)
+        path = await asyncio.to_thread(model_path, self._settings)
         told = folder / "prepare.json"
         told.write_bytes(
             msgspec.json.encode(
                 PrepareSettings(
                     source=str(folder / TRAINING_FILE),
                     job_dir=str(folder),
-                    model_path=str(model_path),
+                    model_path=str(path),
                     max_seq_length=self._max_seq_length,
+                    data=data_settings(self._request),
                 )
             )
         )
@@ -159,11 +161,9 @@ class Validation:
             )
             for warning in summary.warnings:
                 self._store.jobs.add_event(self.job_id, "warn", warning[0].upper() + warning[1:])
-            text = (
-                f"Files validated: {summary.examples} examples, {summary.tokens} tokens, "
-                f"{summary.trainable_tokens} of them trained"
-            )
-            self._store.jobs.add_event(self.job_id, "info", text)
+            text = f"Files validated: {summary.examples} examples ({summary.format}), {summary.tokens} tokens, "
+            text += f"{summary.trainable_tokens} trained; {summary.skipped} rows left out, {summary.truncated} cut"
+            self._store.jobs.add_event(self.job_id, "info", text, {"problems": summary.problems})
 
     def _refuse(self, report: ProblemReport) -> None:
         lines = "; ".join(str(problem) for problem in report.first[:_NAMED_IN_ERROR])
@@ -172,7 +172,8 @@ class Validation:
         with self._store.db.transaction():
             for problem in report.first:
                 self._store.jobs.add_event(self.job_id, "error", str(problem), msgspec.to_builtins(problem))
-            self._fail("invalid_training_file", message, "training_file", {"counts": report.counts})
+            rows = {"counts": report.counts, "rows": report.rows, "bad_rows": report.bad_rows}
+            self._fail("invalid_training_file", message, "training_file", rows)
 
     def _fail(self, code: str, message: str, param: str | None, data: dict[str, object] | None = None) -> None:
         with contextlib.suppress(JobStateConflictError), self._store.db.transaction():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -16,9 +17,11 @@ from fineinfer.server.errors import ApiError
 from fineinfer.server.upload import Upload, receive_upload
 from fineinfer.store import FileRecord, Store, UnknownCursorError, new_id, now
 
+if TYPE_CHECKING:
+    from fineinfer.server.api_process import ApiSettings
+
 router = APIRouter()
 PURPOSES = ("fine-tune", "assistants", "batch", "vision", "user_data", "evals")
-MAX_FILE_BYTES = 2 << 30
 EXPIRY_RANGE_S = (3600, 2_592_000)
 _CHUNK_BYTES = 256 << 10
 
@@ -59,14 +62,23 @@ async def create_file(request: Request) -> Response:
     store: Store = request.app.state.store
     file_id = new_id("file")
     target = store.file_path(file_id)
-    max_bytes: int = getattr(request.app.state.settings, "max_file_bytes", MAX_FILE_BYTES)
+    settings: ApiSettings = request.app.state.settings
+    max_bytes, quota = settings.max_file_bytes, settings.files_quota_bytes
+    over_quota = ApiError(413, f"All files together may have {quota} bytes.", param="file", code="file_quota_exceeded")
+    too_large = ApiError(413, f"The file is larger than {max_bytes} bytes.", param="file", code="file_too_large")
+    left = quota - store.files.total_bytes()
     try:
-        upload = await receive_upload(request, target, max_bytes)
+        upload = await receive_upload(
+            request, target, min(max_bytes, left), over_quota if left < max_bytes else too_large
+        )
         record = _checked_record(upload, file_id)
         await asyncio.to_thread(_sync, target)
-        await asyncio.to_thread(store.files.add, record)
-    except BaseException:
+        if not await asyncio.to_thread(store.files.add, record, quota):  # other uploads have ended meanwhile
+            raise over_quota
+    except BaseException as error:
         target.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ApiError(507, "The disk is full.", param="file", code="disk_full", should_retry=False) from error
         raise
     return json_response(file_object(record))
 

@@ -187,13 +187,13 @@ def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
         "user_provided_suffix": request.suffix,
         "adapter_name": job.name,
         "lora": echo_lora(request, settings),
-        "data": None if job.dataset is None else {key: job.dataset[key] for key in _DATA_KEYS},
+        "data": None if job.dataset is None else {key: job.dataset.get(key) for key in _DATA_KEYS},
         "progress": progress,
         "queue_position": store.jobs.queue_position(job),
     }
 
 
-_DATA_KEYS = ("examples", "tokens", "trainable_tokens", "skipped", "truncated")
+_DATA_KEYS = ("format", "examples", "tokens", "trainable_tokens", "skipped", "truncated")
 
 
 def _progress(job: JobRecord) -> dict[str, Any] | None:

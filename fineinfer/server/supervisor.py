@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fineinfer.config import Config
-from fineinfer.engine.settings import EngineSettings
+from fineinfer.engine.settings import engine_settings
 from fineinfer.ipc import AsyncDealer, AsyncRouter, ProtocolError
 from fineinfer.messages import (
     Drain,
@@ -190,35 +190,7 @@ class Supervisor:
     # ------------------------------------------------------------ children
 
     async def _spawn_engine(self) -> None:
-        model, memory, scheduler = self._config.model, self._config.memory, self._config.scheduler
-        settings = EngineSettings(
-            model=model.model,
-            base_model=self._base_model(),
-            revision=model.revision,
-            dtype=model.dtype,
-            device=model.device,
-            load_format=model.load_format,
-            seed=model.seed,
-            max_model_len=model.max_model_len,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            memory_budget=memory.memory_budget,
-            kv_cache_memory_bytes=memory.kv_cache_memory_bytes,
-            gpu_memory_utilization=memory.gpu_memory_utilization,
-            no_enable_prefix_caching=memory.no_enable_prefix_caching,
-            max_loras=memory.max_loras,
-            max_lora_rank=memory.max_lora_rank,
-            policy=scheduler.policy,
-            deferral_bound_s=scheduler.deferral_bound_s,
-            slo_ttft_ms=scheduler.slo_ttft_ms,
-            slo_tpot_ms=scheduler.slo_tpot_ms,
-            train_share_min=scheduler.train_share_min,
-            train_share_max=scheduler.train_share_max,
-            num_threads=model.num_threads,
-            enforce_eager=model.enforce_eager,
-            attention_backend=model.attention_backend,
-            engine_address=self._address("engine"),
-        )
+        settings = engine_settings(self._config, self._base_model(), self._address("engine"))
         self._health = EngineHealth()
         await self._spawn("engine", "fineinfer.engine.process", settings)
         await self._close_link()
@@ -252,6 +224,8 @@ class Supervisor:
             served_model_name=self._base_model(),
             api_keys=list(server.api_key),
             metrics_prefix=server.metrics_prefix,
+            max_file_bytes=server.max_file_size,
+            files_quota_bytes=server.files_quota,
             shutdown_timeout_s=int(server.shutdown_timeout),
             log_level=server.log_level,
         )

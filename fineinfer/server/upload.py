@@ -37,22 +37,22 @@ class Upload:
     sha256: str = ""
 
 
-async def receive_upload(request: Request, target: Path, max_bytes: int) -> Upload:
+async def receive_upload(request: Request, target: Path, max_bytes: int, too_large: ApiError) -> Upload:
     """Write the ``file`` part to ``target`` (which must not exist); the caller removes it on an error.
 
     Raises:
-        ApiError: 413 above ``max_bytes``; 400 if the body is no such form.
+        ApiError: ``too_large`` if the file has more than ``max_bytes``; 400 if the body is no such form.
     """
     declared = request.headers.get("content-length", "0")
     if declared.isascii() and declared.isdigit() and int(declared) > max_bytes + _FORM_OVERHEAD_BYTES:
-        raise _too_large(max_bytes)
+        raise too_large
     header = Message()
     header["content-type"] = request.headers.get("content-type", "")
     boundary = header.get_param("boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
         raise ApiError(400, "The body must be multipart/form-data with the fields 'file' and 'purpose'.", param="file")
     with target.open("xb") as out:
-        form = _Form(out, max_bytes)
+        form = _Form(out, max_bytes, too_large)
         parser = MultipartParser(boundary.encode("latin-1", "replace"), form.callbacks())
         try:
             async for chunk in request.stream():
@@ -70,12 +70,12 @@ async def receive_upload(request: Request, target: Path, max_bytes: int) -> Uplo
 class _Form:
     """The state of the parser: which part is open and where its bytes go."""
 
-    def __init__(self, out: IO[bytes], max_bytes: int) -> None:
+    def __init__(self, out: IO[bytes], max_bytes: int, too_large: ApiError) -> None:
         self.upload = Upload()
         self.digest = hashlib.sha256()
         self.complete = False
         self._out = out
-        self._max_bytes = max_bytes
+        self._max_bytes, self._too_large = max_bytes, too_large
         self._header: list[bytearray] = [bytearray(), bytearray()]  # name and value of the header being read
         self._disposition = ""
         self._name: str | None = None  # of the open text field
@@ -127,7 +127,7 @@ class _Form:
             return
         self.upload.num_bytes += len(chunk)
         if self.upload.num_bytes > self._max_bytes:
-            raise _too_large(self._max_bytes)
+            raise self._too_large
         self.digest.update(chunk)
         self._out.write(chunk)
 
@@ -137,7 +137,3 @@ class _Form:
 
     def _finish(self) -> None:
         self.complete = True
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The file is larger than {max_bytes} bytes.", param="file", code="file_too_large")

@@ -72,6 +72,12 @@ class Store:
         """Where the bytes of a file are; ``file_id`` must come from a FileRecord."""
         return self.state_dir / "files" / file_id
 
+    def remove_unknown_files(self) -> None:
+        """Remove bytes that no record names: a crash between upload and record. Call before uploads are possible."""
+        for path in (self.state_dir / "files").iterdir():
+            if self.db.first("SELECT 1 FROM files WHERE id = ?", path.name) is None:
+                path.unlink()
+
     def job_dir(self, job_id: str) -> Path:
         """The folder of a job; ``job_id`` must come from a JobRecord."""
         return self.state_dir / "jobs" / job_id

@@ -12,13 +12,18 @@ class FileStore:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def add(self, record: FileRecord) -> None:
-        """Register a file whose bytes are already on disk."""
-        self._db.execute(
-            "INSERT INTO files (id, filename, bytes, purpose, sha256, created_at, expires_at) VALUES (?,?,?,?,?,?,?)",
-            record.id, record.filename, record.bytes, record.purpose, record.sha256, record.created_at,
-            record.expires_at,
-        )  # fmt: skip
+    def add(self, record: FileRecord, quota_bytes: int | None = None) -> bool:
+        """Register a file whose bytes are already on disk; False if all files would have more than the quota."""
+        with self._db.transaction():
+            if quota_bytes is not None and self.total_bytes() + record.bytes > quota_bytes:
+                return False
+            self._db.execute(
+                "INSERT INTO files (id, filename, bytes, purpose, sha256, created_at, expires_at)"
+                " VALUES (?,?,?,?,?,?,?)",
+                record.id, record.filename, record.bytes, record.purpose, record.sha256, record.created_at,
+                record.expires_at,
+            )  # fmt: skip
+        return True
 
     def get(self, file_id: str) -> FileRecord | None:
         """The file, or None if it never existed, was deleted or expired."""
@@ -26,6 +31,10 @@ class FileStore:
             "SELECT * FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)", file_id, now()
         )
         return _record(dict(row)) if row else None
+
+    def total_bytes(self) -> int:
+        """Size of all files together, in bytes."""
+        return int(self._db.one("SELECT coalesce(sum(bytes), 0) FROM files")[0])
 
     def delete(self, file_id: str) -> bool:
         """Forget a file; False if there is none. The caller removes its bytes."""

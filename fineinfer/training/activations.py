@@ -50,6 +50,10 @@ class ActivationSizes:
         """The same with all layers recomputed: every input, and one graph at a time."""
         return self.num_layers * self.inputs(num_tokens) + self._largest_graph(num_tokens) + self._rest(num_tokens)
 
+    def all_offloaded(self, num_tokens: int) -> int:
+        """The same with the inputs in host memory: three are under way, to the host or back."""
+        return 3 * self.inputs(num_tokens) + self._largest_graph(num_tokens) + self._rest(num_tokens)
+
     def _largest_graph(self, num_tokens: int) -> int:
         return self.graph([num_tokens]) + int(self.packing_per_token * num_tokens)
 

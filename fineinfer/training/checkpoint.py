@@ -30,6 +30,7 @@ from fineinfer.messages import LoraSpec
 from fineinfer.training.errors import TrainingError
 
 OPTIMIZER_NAME, STATE_NAME, MANIFEST_NAME = "optimizer.safetensors", "trainer_state.json", "manifest.json"
+TEMPLATE_NAME = "chat_template.jinja"  # what the job was trained in; transformers reads it from an adapter's folder
 NUM_KEPT = 2
 _FOLDER = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".tmp-"
@@ -89,6 +90,8 @@ def write_checkpoint(
         save_adapter(weights, lora, trainer_state["base_model"], folder)
         tensors = {"exp_avg": moments.exp_avg.cpu(), "exp_avg_sq": moments.exp_avg_sq.cpu()}
         save_file(tensors, folder / OPTIMIZER_NAME, metadata={"format": "pt"})
+        if (job_dir / TEMPLATE_NAME).exists():  # raw text has none
+            shutil.copyfile(job_dir / TEMPLATE_NAME, folder / TEMPLATE_NAME)
         (folder / STATE_NAME).write_text(json.dumps(trainer_state, allow_nan=False))
         (folder / MANIFEST_NAME).write_text(json.dumps({"files": _measure(folder)}, indent=2, sort_keys=True))
 
@@ -132,8 +135,9 @@ def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
     target = adapters_dir / version
 
     def fill(folder: Path) -> None:
-        for name in (CONFIG_NAME, WEIGHTS_NAME):
-            shutil.copyfile(checkpoint / name, folder / name)
+        for name in (CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME):
+            if (checkpoint / name).exists():
+                shutil.copyfile(checkpoint / name, folder / name)
 
     try:
         if not target.is_dir() or content_hash(target) != version:

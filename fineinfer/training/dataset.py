@@ -5,6 +5,7 @@ Everything here is a pure function of the file, the settings and the step, so a 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class MicroBatch:
         cu_seqlens: Boundaries, from 0 to num_tokens.
         target_rows: [num_targets] int64: rows whose next token is trained.
         target_ids: [num_targets] int64: those next tokens.
+        target_bounds: Where the targets of each sequence end: 0, those of the first, ..., num_targets.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class MicroBatch:
     cu_seqlens: list[int]
     target_rows: torch.Tensor
     target_ids: torch.Tensor
+    target_bounds: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +52,28 @@ class MicroBatch:
     def num_targets(self) -> int:
         """Trained tokens of the micro-batch."""
         return self.target_ids.shape[0]
+
+    def split(self, max_tokens: int) -> list[MicroBatch]:
+        """Two micro-batches, the first with as many sequences as ``max_tokens`` hold but at least one; or just itself.
+
+        Does not wait for the device: the bounds are known on the host.
+        """
+        fitting = sum(end <= max_tokens for end in self.cu_seqlens[1:])
+        first = max(1, fitting)
+        if first >= len(self.cu_seqlens) - 1:
+            return [self]
+        cut, target = self.cu_seqlens[first], self.target_bounds[first]
+        return [
+            MicroBatch(
+                self.input_ids[:cut], self.positions[:cut], self.rope_lengths[:cut], self.cu_seqlens[: first + 1],
+                self.target_rows[:target], self.target_ids[:target], self.target_bounds[: first + 1],
+            ),
+            MicroBatch(
+                self.input_ids[cut:], self.positions[cut:], self.rope_lengths[cut:],
+                [end - cut for end in self.cu_seqlens[first:]], self.target_rows[target:] - cut,
+                self.target_ids[target:], [end - target for end in self.target_bounds[first:]],
+            ),
+        ]  # fmt: skip
 
 
 class PackedDataset:
@@ -144,6 +169,7 @@ class PackedDataset:
             cu_seqlens=[0, *np.cumsum(lengths).tolist()],
             target_rows=move(targets - 1),
             target_ids=move(all_ids[targets]),
+            target_bounds=[0, *np.cumsum([mask.sum() for mask in masks]).tolist()],
         )
 
 
@@ -192,20 +218,17 @@ class Schedule:
 
     def _pack(self, examples: list[int]) -> list[list[int]]:
         """Best-fit decreasing into bins of ``micro_batch_tokens``; a longer example has a bin of its own."""
-        limit = self._settings.micro_batch_tokens
         bins: list[list[int]] = []
-        room: list[int] = []
+        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
         for place in sorted(range(len(examples)), key=lambda p: (-self._dataset.length(examples[p]), p)):
             length = self._dataset.length(examples[place])
-            fitting = [b for b in range(len(bins)) if room[b] >= length]
-            if fitting:
-                best = min(fitting, key=lambda b: (room[b], b))
-            else:
-                best = len(bins)
+            fitting = bisect_left(free, (length,))
+            if fitting == len(free):
+                free.append((self._settings.micro_batch_tokens, len(bins)))
                 bins.append([])
-                room.append(limit)
+            room, best = free.pop(fitting)
             bins[best].append(place)
-            room[best] -= length
+            insort(free, (room - length, best))
         return [[examples[place] for place in sorted(places)] for places in bins]
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fineinfer.adapters.weights import LoraWeights
+from fineinfer.model.decoder import Decoder
 from fineinfer.training.checkpoint import Moments
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.step import Unit
-from fineinfer.training.trainer import Trainer
+from fineinfer.training.streams import current_stream, on_own_stream
+from fineinfer.training.trainer import Trainer, UnitReport
 
 IN_HOST_MEMORY = ("cuda",)  # devices whose jobs are parked there; elsewhere it is the same memory, so on disk
 
@@ -26,10 +29,40 @@ class _HostCopy:
 
 
 class ParkableTrainer(Trainer):
-    """A ``Trainer`` whose memory can be taken away at any unit; what was under way runs again with the same result."""
+    """A ``Trainer`` whose memory can be taken away at any unit; what was under way runs again with the same result.
 
+    Attributes:
+        stream: Where its work goes: the stream that was current when it was made; None on a device without streams.
+    """
+
+    stream: torch.cuda.Stream | None = None
     _parked = False
     _host_copy: _HostCopy | None = None
+
+    def __init__(self, decoder: Decoder, *args: Any, **kwargs: Any) -> None:
+        self.stream = current_stream(decoder.device)
+        super().__init__(decoder, *args, **kwargs)
+
+    @on_own_stream
+    def advance(self) -> UnitReport:
+        """See ``Trainer``."""
+        return super().advance()
+
+    @on_own_stream
+    def save_resume_point(self) -> None:
+        """See ``Trainer``."""
+        super().save_resume_point()
+
+    @on_own_stream
+    def offload_inputs(self) -> tuple[int, int]:
+        """See ``TrainerMemory``."""
+        return super().offload_inputs()
+
+    @property
+    def next_unit_waits(self) -> bool:
+        """Whether the next unit makes the host wait for the device: an optimizer step, a checkpoint."""
+        update = self._update
+        return self.checkpoint_due if update is None else update.current is None and not update.begins_micro_batch
 
     @property
     def parked(self) -> bool:
@@ -66,6 +99,7 @@ class ParkableTrainer(Trainer):
         """Units of the running update so far: gradients are not kept."""
         return Counter(() if self._update is None else self._update.finished())
 
+    @on_own_stream
     @torch.inference_mode(False)
     @torch.no_grad()
     def park(self) -> None:
@@ -88,6 +122,7 @@ class ParkableTrainer(Trainer):
             tensor.untyped_storage().resize_(0)  # views of it, such as the adapter's matrices, stay what they are
         self._parked = True
 
+    @on_own_stream
     @torch.inference_mode(False)
     @torch.no_grad()
     def unpark(self) -> None:

@@ -18,6 +18,7 @@ from fineinfer.training.activations import ActivationSizes
 from fineinfer.training.dataset import MicroBatch
 from fineinfer.training.layers import LayerPass, Segments
 from fineinfer.training.loss import head_chunk
+from fineinfer.training.offload import HostStore, LayerInputs
 from fineinfer.training.ops import TrainingOps
 
 KeepPolicy = Callable[[int, int], bool]  # (tokens of the micro-batch, layer index) -> keep its graph
@@ -35,6 +36,7 @@ class StepContext:
         keep: Asked at each layer's forward whether its activations are kept.
         head_chunk_tokens: Trained tokens of one head unit.
         sizes: Bytes of activations.
+        host: Where layer inputs can go; None: nowhere.
     """
 
     decoder: Decoder
@@ -43,6 +45,7 @@ class StepContext:
     keep: KeepPolicy
     head_chunk_tokens: int
     sizes: ActivationSizes
+    host: HostStore | None = None
 
 
 class MicroBatchPass:
@@ -62,7 +65,7 @@ class MicroBatchPass:
         self._context, self._batch, self._loss_scale = context, batch, loss_scale
         self._x: torch.Tensor | None = None  # running activation, [num_tokens, hidden]
         self._grad: torch.Tensor | None = None  # gradient of the running activation on the way back
-        self._inputs: list[torch.Tensor | None] = [None] * context.decoder.spec.num_layers
+        self._inputs = LayerInputs(context.decoder.spec.num_layers, context.host)
         self._saved: list[Any | None] = [None] * context.decoder.spec.num_layers
         self._segments = Segments.make(context.decoder, batch.positions, batch.rope_lengths, batch.cu_seqlens)
         lengths = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
@@ -107,6 +110,17 @@ class MicroBatchPass:
                 dropped, freed = dropped + 1, freed + self._graph_bytes
         return dropped, freed
 
+    def offload_inputs(self) -> tuple[int, int]:
+        """Move the inputs of layers whose graph is not kept to the host, from now on also those that come.
+
+        A kept graph may hold its input itself, so it is dropped first.
+
+        Returns:
+            (inputs moved, bytes freed on the device).
+        """
+        moved = self._inputs.offload(layer for layer, saved in enumerate(self._saved) if saved is None)
+        return moved, moved * self._context.sizes.inputs(self._batch.num_tokens)
+
     @property
     def num_tokens(self) -> int:
         """Rows of the micro-batch."""
@@ -119,15 +133,17 @@ class MicroBatchPass:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of layer inputs and kept graphs held now."""
-        num_inputs = sum(tensor is not None for tensor in self._inputs)
-        return num_inputs * self._context.sizes.inputs(self._batch.num_tokens) + self.num_kept * self._graph_bytes
+        """Bytes of layer inputs and kept graphs held on the device now."""
+        return (
+            self._inputs.num_on_device * self._context.sizes.inputs(self._batch.num_tokens)
+            + self.num_kept * self._graph_bytes
+        )
 
     def backward_kinds(self) -> list[str]:
         """Kinds of the backward units still to come, last layer first; a layer not yet forward counts as kept."""
         kinds = []
         for layer in reversed(range(self._context.decoder.spec.num_layers)):
-            dropped = self._inputs[layer] is not None and self._saved[layer] is None
+            dropped = self._inputs.holds(layer) and self._saved[layer] is None
             kinds.append("recompute" if dropped else "backward")
         return kinds
 
@@ -141,7 +157,7 @@ class MicroBatchPass:
             raise RuntimeError("a layer's forward needs the one before it")
         keep = self._context.keep(self._batch.num_tokens, layer)
         self._x, self._saved[layer] = self._context.layers.forward(layer, x, self._segments, keep)
-        self._inputs[layer] = x
+        self._inputs.put(layer, x, movable=self._saved[layer] is None)
 
     def _head(self, start: int) -> int:
         batch, x = self._batch, self._x
@@ -158,8 +174,8 @@ class MicroBatchPass:
         return rows.shape[0]
 
     def _backward(self, layer: int) -> None:
-        x, saved, grad = self._inputs[layer], self._saved[layer], self._grad
-        self._inputs[layer] = self._saved[layer] = None
+        x, saved, grad = self._inputs.take(layer), self._saved[layer], self._grad
+        self._saved[layer] = None
         if x is None or grad is None:
             raise RuntimeError("a layer's backward needs its forward and the gradient of its output")
         self._grad = self._context.layers.backward(layer, x, self._segments, saved, grad)

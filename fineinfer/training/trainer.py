@@ -1,7 +1,7 @@
 """The trainer of one job: runs it one unit at a time, owns gradients, optimizer and data cursor, writes checkpoints.
 
-It has no thread and calls no governor: whoever drives it decides when ``advance`` is called, and answers the injected
-keep policy. A job is a pure function of its settings and data, whatever the pace and whatever was kept or dropped.
+It calls no governor: whoever drives it decides when ``advance`` is called, and answers the injected keep policy. A job
+is a pure function of its settings and data, whatever the pace and whatever was kept or dropped.
 """
 
 from __future__ import annotations
@@ -11,35 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from fineinfer.adapters.config import AdapterError
-from fineinfer.adapters.weights import LoraLayout, LoraWeights
+from fineinfer.adapters.weights import LoraLayout
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
-from fineinfer.training.checkpoint import (
-    CheckpointError,
-    Moments,
-    checkpoint_folder,
-    publish_adapter,
-    read_newest,
-    write_checkpoint,
-)
-from fineinfer.training.dataset import MicroBatch, PackedDataset, Schedule
+from fineinfer.training.dataset import PackedDataset, Schedule
+from fineinfer.training.determinism import fixed_order
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.fused_layers import make_layers
+from fineinfer.training.offload import host_store
 from fineinfer.training.ops import TrainingOps
 from fineinfer.training.projection import adapted_blocks
-from fineinfer.training.reports import Cursor, checkpoint_message, log_entry, progress_message, trainer_state
+from fineinfer.training.reports import Cursor, log_entry, progress_message
 from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
+from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
+from fineinfer.training.trainer_memory import TrainerMemory
 from fineinfer.training.update import RunningUpdate, micro_batch_units
 
 MAX_BAD_UPDATES_IN_A_ROW = 3
-NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
 HEAD_CHUNK_TOKENS = {"cpu": 128, "cuda": 512}  # a head unit should take about as long as a layer unit
 
 ReportT = TypeVar("ReportT", JobProgress, JobNote, JobCheckpoint)
@@ -53,7 +47,7 @@ class UnitReport:
     num_tokens: int
 
 
-class Trainer:
+class Trainer(TrainerMemory, TrainerCheckpoints):
     """Runs one fine-tuning job.
 
     Args:
@@ -63,6 +57,7 @@ class Trainer:
             not asked when the job's ``recompute`` is "always" or "never".
         head_chunk_tokens: Rows of one head unit; None chooses by device.
         ops: Kernels to train with, over FusedLayers; None: the reference operations, over AutogradLayers.
+        deterministic: Two runs give the same bits on a GPU too, and no micro-batch is split.
 
     Attributes:
         cursor: Where the job stands.
@@ -81,8 +76,9 @@ class Trainer:
         keep_policy: KeepPolicy,
         head_chunk_tokens: int | None = None,
         ops: TrainingOps | None = None,
+        deterministic: bool = False,
     ) -> None:
-        self._job, settings = start, start.settings
+        self._job, settings, self._deterministic = start, start.settings, deterministic
         check_settings(settings)
         dataset = PackedDataset(Path(start.job_dir) / "dataset.safetensors", start.dataset_sha256)
         dataset.check_token_ids(decoder.spec.vocab_size)
@@ -97,14 +93,13 @@ class Trainer:
         chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
         keep = {"always": lambda *_: False, "never": lambda *_: True}.get(settings.recompute, keep_policy)
         sizes = measure_activations(decoder, layers, chunk, fused_head=ops is not None)
-        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes)
+        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device))
         self.cursor = Cursor()
         self.log_history: list[dict[str, Any]] = []
         self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
         if dataset.num_skipped:
             self._note("warn", f"{dataset.num_skipped} examples have no trained token and are left out")
-        self._saved_step = self._announced_step = 0
-        self._resume()
+        self._begin_checkpoints()
         self._update: RunningUpdate | None = None
         self._next = self._load(self.cursor.step)
 
@@ -131,11 +126,6 @@ class Trainer:
         return self.schedule.steps_per_epoch
 
     @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._context.sizes.num_layers
-
-    @property
     def num_trainable_parameters(self) -> int:
         """Parameters of the adapter."""
         return self._state.masters.layout.num_parameters
@@ -149,11 +139,6 @@ class Trainer:
     def at_update_boundary(self) -> bool:
         """Whether no update is under way."""
         return self._update is None
-
-    @property
-    def micro_batch_open(self) -> bool:
-        """Whether a micro-batch is under way, so that its activations are held."""
-        return self._update is not None and self._update.current is not None
 
     @property
     def begins_micro_batch(self) -> bool:
@@ -179,7 +164,10 @@ class Trainer:
                 raise TrainingError("the job is finished")
             self._state.grads.flat.zero_()
             self._update = RunningUpdate(self._context, self._next, self._undecided_kind)
-        return UnitReport(*(self._update.advance() or self._finish_update(self._update)))
+        with fixed_order(self._deterministic):
+            unit = self._update.advance() or self._finish_update(self._update)
+        self._begun()
+        return UnitReport(*unit)
 
     def abandon_update(self) -> None:
         """Drop the running update and its memory; ``advance`` runs it again from its start, with the same result."""
@@ -190,6 +178,7 @@ class Trainer:
     def close(self) -> None:
         """Free everything; the trainer cannot be used after this."""
         self.abandon_update()
+        self._close_checkpoints()
         self._next = []
         del self._context, self._state
 
@@ -255,142 +244,10 @@ class Trainer:
 
     def next_update_units(self) -> Counter[Unit]:
         """The same for the next update to start, and for a checkpoint that is due before it."""
-        batches = self._next if self._update is None else self._load(self.cursor.step + 1)
+        batches = self._following_batches()
         units = [u for batch in batches for u in micro_batch_units(batch, self._context, self._undecided_kind)]
         if batches:
             units.append(("optimizer", sum(batch.num_tokens for batch in batches)))
         if self._update is None and self.checkpoint_due:
             units += [("checkpoint", 0)] * (self._saved_step != self.step) + [("publish", 0)]
         return Counter(units)
-
-    # ------------------------------------------------------------ for the memory governor
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes the job holds all the time: masters, compute copy, gradients, moments."""
-        return self._state.num_bytes
-
-    @property
-    def max_micro_batch_tokens(self) -> int:
-        """No micro-batch of the job has more tokens."""
-        return self.schedule.max_micro_batch_tokens
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of the micro-batch under way, 0 between two."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.num_tokens
-
-    def next_micro_batch_tokens(self) -> int:
-        """Tokens of the next micro-batch to begin, 0 when none is left."""
-        waiting = None if self._update is None else self._update.next_micro_batch_tokens
-        if waiting is None:
-            batches = self._next if self._update is None else self._load(self.cursor.step + 1)
-            waiting = batches[0].num_tokens if batches else 0
-        return waiting
-
-    def bytes_if_all_kept(self, num_tokens: int) -> int:
-        """Peak activation bytes of a micro-batch of this many tokens with every layer kept."""
-        return self._context.sizes.all_kept(num_tokens)
-
-    def bytes_if_recomputed(self, num_tokens: int) -> int:
-        """The same with every layer recomputed."""
-        return self._context.sizes.all_recomputed(num_tokens)
-
-    def held_bytes(self) -> int:
-        """Bytes of layer inputs and kept graphs held now."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.held_bytes
-
-    def num_kept_layers(self) -> int:
-        """Layers whose graph is held now."""
-        current = None if self._update is None else self._update.current
-        return 0 if current is None else current.num_kept
-
-    def drop_kept(self, bytes_wanted: int | None = None) -> tuple[int, int]:
-        """Free kept graphs in mid-step (None: all of them); their layers are recomputed, bit-equal.
-
-        Returns:
-            (layers dropped, bytes freed); nothing for a job with ``recompute="never"``.
-        """
-        current = None if self._update is None else self._update.current
-        if current is None or self._job.settings.recompute == "never":
-            return 0, 0
-        return current.drop_kept(bytes_wanted)
-
-    # ------------------------------------------------------------ checkpoints
-
-    @property
-    def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is to be announced here: each ``save_steps``, else each epoch; and at the end."""
-        step = self.cursor.step
-        every = self._job.settings.save_steps or self.steps_per_epoch
-        return step != self._announced_step and (step % every == 0 or step >= self.total_steps)
-
-    def save_resume_point(self) -> None:
-        """Write the state after the last finished update, without publishing it; nothing before the first update.
-
-        May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
-
-        Raises:
-            CheckpointError: Nothing was written and nothing was lost; try again.
-            TrainingError: The adapter is not finite.
-        """
-        step = self.step
-        if step == self._saved_step:  # 0 before the first update
-            return
-        masters, moments = self._durable()
-        if not masters.is_finite():
-            raise TrainingError(f"the adapter is not finite after update {step}", "non_finite")
-        state = trainer_state(self.cursor, self.total_steps, self._job.settings.n_epochs, self.log_history)
-        state |= {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
-        write_checkpoint(Path(self._job.job_dir), masters, self._job.settings.lora, moments, state)
-        self._saved_step = step
-
-    def _durable(self) -> tuple[LoraWeights, Moments]:
-        """What a checkpoint is made of."""
-        return self._state.masters, self._state.optimizer
-
-    def _checkpoint_unit(self) -> str:
-        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
-        try:
-            if self._saved_step != self.step:
-                self.save_resume_point()
-                return "checkpoint"
-            directory = checkpoint_folder(Path(self._job.job_dir), self.step)
-            version, adapter = publish_adapter(directory, Path(self._job.adapters_dir))
-        except CheckpointError as error:
-            if self.step >= self.total_steps:
-                raise
-            self._announced_step = self.step
-            self._note("error", f"{error}; training goes on, the next checkpoint is tried at its time")
-            return "checkpoint"
-        self._announced_step = self.cursor.step
-        final = self.step >= self.total_steps
-        message = checkpoint_message(self._job, self.cursor, self.log_history, (version, adapter), final)
-        self._reports.append(message)
-        return "publish"
-
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree on to be this job's."""
-        settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
-        job = self._job
-        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
-
-    def _resume(self) -> None:
-        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
-        if saved is None:
-            return
-        for key, value in self._identity().items():
-            if saved.trainer_state.get(key) != value:
-                raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
-        self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
-        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
-        # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
-        self._saved_step = self.cursor.step
-        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
-        self._reports += [progress_message(self.job_id, entry, self.total_steps) for entry in newest]
-        self._note("info", f"training goes on from the checkpoint of update {saved.step}")
-
-    def _load(self, step: int) -> list[MicroBatch]:
-        return self.schedule.load(step, self._context.decoder.device)

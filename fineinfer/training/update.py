@@ -54,6 +54,10 @@ class RunningUpdate:
         """Tokens of the next micro-batch to begin, None after the last."""
         return self._waiting[0].num_tokens if self._waiting else None
 
+    def split_next(self, max_tokens: int) -> None:
+        """Split the next micro-batch to begin (``MicroBatch.split``)."""
+        self._waiting[:1] = self._waiting[0].split(max_tokens)
+
     def advance(self) -> Unit | None:
         """Run the next unit; None when all micro-batches are done."""
         if self.current is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,12 @@ def decoder_of(folder: Path, config: dict[str, object], dtype: str) -> Decoder:
 
 
 def trainer_of(
-    folder: Path, decoder: Decoder, lengths: list[int], ops: TrainingOps | None, **settings: object
+    folder: Path,
+    decoder: Decoder,
+    lengths: list[int],
+    ops: TrainingOps | None,
+    deterministic: bool = False,
+    **settings: object,
 ) -> Trainer:
     """A trainer whose adapter is random all over, so that every gradient is more than noise."""
     folder.mkdir()
@@ -63,7 +67,7 @@ def trainer_of(
         settings=TrainingSettings(lora=LoraSpec(r=16, lora_alpha=32), **(own | {"save_steps": 99} | settings)),
         dataset_sha256=write_dataset(folder, rows),
     )  # fmt: skip
-    trainer = Trainer(decoder, job, lambda _t, layer: layer % 2 == 0, ops=ops)
+    trainer = Trainer(decoder, job, lambda _t, layer: layer % 2 == 0, ops=ops, deterministic=deterministic)
     masters = trainer._state.masters.flat
     masters.copy_(torch.randn(masters.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     trainer._state.refresh_compute()
@@ -123,26 +127,17 @@ def test_bf16_gradients_point_where_fp32_ones_do(tmp_path: Path, window: int | N
         assert float(ours[name].norm() / expected.norm()) == pytest.approx(1.0, abs=0.05), name
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kept_and_recomputed_give_equal_bits(
-    tmp_path: Path, dtype: str, kernels: TrainingOps, deterministic: None
+    tmp_path: Path, dtype: str, kernels: TrainingOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In deterministic mode; flash attention's backward adds in any order otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     decoder = decoder_of(tmp_path / "model", MIDDLE, dtype)
     results = []
     for name, recompute in (("kept", "never"), ("recomputed", "always"), ("mixed", "auto")):
-        trainer = trainer_of(tmp_path / name, decoder, [300, 17, 200, 129], kernels, recompute=recompute)
+        lengths = [300, 17, 200, 129]
+        trainer = trainer_of(tmp_path / name, decoder, lengths, kernels, recompute=recompute, deterministic=True)
         run(trainer, 3)
         results.append((trainer._state.masters.flat.clone(), [entry["loss"] for entry in trainer.log_history]))
     for masters, losses in results[1:]:

@@ -59,7 +59,13 @@ def test_every_setting_is_read_by_some_component() -> None:
         if setting.group not in ("train", "optimizer"):
             assert setting.name in read, f"{setting.flag} does nothing"
     every = {name: "1" for name, item in SETTINGS.items() if item.group in ("train", "optimizer")}
-    every |= {"lr_scheduler": "linear", "recompute": "never"}
+    every |= {
+        "lr_scheduler": "linear",
+        "recompute": "never",
+        "train_on": "all",
+        "excess_length_strategy": "drop",
+        "skip_invalid": "true",
+    }
     del every["lora_train"], every["lora_train_name"]
     chosen = load_config(every).hyperparameters()
     assert len(chosen) + len(chosen["lora"]) - 1 == len(every)

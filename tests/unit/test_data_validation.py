@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fineinfer.data.openai_chat import RowError, parse_row
-from fineinfer.data.problems import MAX_SHOWN, Problem, ProblemLog
+from fineinfer.data.formats import Chat, parse_row
+from fineinfer.data.problems import MAX_SHOWN, Problem, ProblemLog, RowError
 from fineinfer.data.reader import read_rows
 
 USER = {"role": "user", "content": "q"}
-GOOD = {"messages": [USER, {"role": "assistant", "content": "a"}]}
+ANSWER = {"role": "assistant", "content": "a"}
+GOOD = {"messages": [USER, ANSWER]}
+
+
+def call(name: str, arguments: Any, call_id: Any = "c1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def parse_chat(row: Any, line: int = 1) -> Chat:
+    example = parse_row(row, line, "openai_chat")
+    assert isinstance(example, Chat)
+    return example
 
 
 def write(tmp_path: Path, content: bytes) -> Path:
@@ -84,47 +96,68 @@ def test_the_line_limit_counts_bytes_exactly(tmp_path: Path, length: int) -> Non
 
 
 BAD_ROWS: list[tuple[Any, str, str | None]] = [
-    ([], "not_an_object", None),
-    ("text", "not_an_object", None),
-    ({}, "missing_messages", "messages"),
-    ({"messages": None, "prompt": "x"}, "missing_messages", "messages"),
-    ({"conversations": []}, "missing_messages", "messages"),
+    ([], "invalid_type", None),
+    ("text", "invalid_type", None),
+    ({}, "missing_field", "messages"),
+    ({"messages": None, "prompt": "x"}, "missing_field", "messages"),
+    ({"conversations": []}, "ambiguous_format", "conversations"),
     ({**GOOD, "text": "x"}, "ambiguous_format", "text"),
-    ({**GOOD, "tools": [{}]}, "unsupported_field", "tools"),
+    ({**GOOD, "tools": [{}]}, "invalid_type", "tools[0].function"),
+    ({**GOOD, "tools": "get_weather"}, "invalid_json", "tools"),
+    ({**GOOD, "tools": {"name": "f"}}, "invalid_type", "tools"),
+    ({**GOOD, "tools": [5]}, "invalid_type", "tools[0]"),
+    ({**GOOD, "tools": [{"name": "f", "parameters": [1]}]}, "invalid_type", "tools[0].function.parameters"),
+    ({**GOOD, "functions": [{"name": "f"}]}, "unsupported_field", "functions"),
+    ({**GOOD, "parallel_tool_calls": "no"}, "invalid_type", "parallel_tool_calls"),
     ({"messages": []}, "invalid_type", "messages"),
     ({"messages": {"role": "user"}}, "invalid_type", "messages"),
     ({"messages": ["x"]}, "invalid_type", "messages[0]"),
     ({"messages": [{"content": "x"}]}, "missing_role", "messages[0].role"),
     ({"messages": [{"role": 3, "content": "x"}]}, "invalid_type", "messages[0].role"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "invalid_role", "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "invalid_role", "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "invalid_role", "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "unknown_tool_call", "messages[0].tool_call_id"),
     ({"messages": [{"role": "user"}]}, "missing_content", "messages[0].content"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "missing_content", "messages[1].content"),
     ({"messages": [USER, {"role": "assistant", "content": ""}]}, "empty_content", "messages[1].content"),
     ({"messages": [USER, {"role": "assistant", "content": 5}]}, "invalid_type", "messages[1].content"),
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "invalid_type",
-     "messages[1].content"),
-    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0.5}]}, "invalid_weight",
-     "messages[1].weight"),
-    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": True}]}, "invalid_weight",
-     "messages[1].weight"),
-    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": "1"}]}, "invalid_weight",
-     "messages[1].weight"),
-    ({"messages": [USER, {"role": "assistant", "content": "a", "weight": [1]}]}, "invalid_weight",
-     "messages[1].weight"),
-    ({"messages": [{**USER, "weight": 1}, {"role": "assistant", "content": "a"}]}, "invalid_weight",
-     "messages[0].weight"),
-    ({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "unsupported_field",
-     "messages[1].tool_calls"),
-    ({"messages": [USER]}, "last_not_assistant", "messages[0].role"),
+     "messages[1].content[0].type"),
+    ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "invalid_weight", "messages[1].weight"),
+    ({"messages": [USER, {**ANSWER, "weight": True}]}, "invalid_type", "messages[1].weight"),
+    ({"messages": [USER, {**ANSWER, "weight": "1"}]}, "invalid_type", "messages[1].weight"),
+    ({"messages": [USER, {**ANSWER, "weight": [1]}]}, "invalid_type", "messages[1].weight"),
+    ({"messages": [USER, {**ANSWER, "train": 1}]}, "invalid_type", "messages[1].train"),
+    ({"messages": [{**USER, "weight": 1}, ANSWER]}, "not_assistant", "messages[0].weight"),
+    ({"messages": [{**USER, "tool_calls": [call("f", "{}")]}, ANSWER]}, "not_assistant", "messages[0].tool_calls"),
+    ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "invalid_type", "messages[1].tool_calls[0]"),
+    ({"messages": [USER, {**ANSWER, "tool_calls": {}}]}, "invalid_type", "messages[1].tool_calls"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "{}", None)]}]}, "invalid_type",
+     "messages[1].tool_calls[0].id"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("", "{}")]}]}, "invalid_type",
+     "messages[1].tool_calls[0].function.name"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "{")]}]}, "invalid_json",
+     "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "[]")]}]}, "invalid_type",
+     "messages[1].tool_calls[0].function.arguments"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "missing_content", "messages[1].content"),
+    ({"messages": [USER, {**ANSWER, "function_call": {"name": "f"}}]}, "unsupported_field",
+     "messages[1].function_call"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "{}")]},
+                   {"role": "tool", "tool_call_id": "other", "content": "x"}, ANSWER]}, "unknown_tool_call",
+     "messages[2].tool_call_id"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": [call("f", "{}"), call("g", "{}", "2")]}],
+      "parallel_tool_calls": False}, "parallel_tool_calls", "parallel_tool_calls"),
+    ({"messages": [USER]}, "last_not_assistant", "messages"),
     ({"messages": [USER, {"role": "assistant", "content": "a", "weight": 0}]}, "no_trainable_tokens", "messages"),
+    ({"messages": [USER, {**ANSWER, "train": False}]}, "no_trainable_tokens", "messages"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("row", "code", "param"), BAD_ROWS)
 def test_bad_rows_name_field_and_code(row: Any, code: str, param: str | None) -> None:
     with pytest.raises(RowError) as caught:
-        parse_row(row, 17)
+        parse_chat(row, 17)
     first = caught.value.problems[0]
     assert (first.line, first.code, first.param) == (17, code, param)
     assert str(first).startswith("line 17: ")
@@ -132,14 +165,14 @@ def test_bad_rows_name_field_and_code(row: Any, code: str, param: str | None) ->
 
 def test_the_nearest_role_is_suggested() -> None:
     with pytest.raises(RowError, match='did you mean "assistant"'):
-        parse_row({"messages": [USER, {"role": "bot", "content": "x"}]}, 1)
+        parse_chat({"messages": [USER, {"role": "bot", "content": "x"}]})
     with pytest.raises(RowError, match='did you mean "user"'):
-        parse_row({"messages": [{"role": "User", "content": "x"}]}, 1)
+        parse_chat({"messages": [{"role": "User", "content": "x"}]})
 
 
 def test_every_problem_of_a_row_is_reported() -> None:
     with pytest.raises(RowError) as caught:
-        parse_row({"messages": [{"role": "bot"}, {"role": "assistant", "content": "a", "weight": 7}]}, 1)
+        parse_chat({"messages": [{"role": "bot"}, {"role": "assistant", "content": "a", "weight": 7}]})
     assert [problem.code for problem in caught.value.problems] == ["invalid_role", "missing_content", "invalid_weight"]
 
 
@@ -153,29 +186,44 @@ def test_good_rows_keep_text_weights_and_roles() -> None:
             {"role": "assistant", "content": "y", "weight": 1.0},
         ]
     }
-    messages = parse_row(row, 1)
-    assert messages[0].as_dict() == {"role": "system", "content": ""}
-    assert messages[1].as_dict() == {"role": "user", "content": "ab", "name": "Bo"}
+    messages = parse_chat(row).messages
+    assert messages[0].plain == {"role": "system", "content": ""}
+    assert messages[1].plain == {"role": "user", "content": "ab", "name": "Bo"}
     assert [message.train for message in messages] == [False, False, False, False, True]
+
+
+def test_tool_calls_become_what_templates_take() -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    calls = [call("weather", '{"z": 1, "a": [2]}'), call("weather", {"city": "Rome"}, "c2")]
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    answers = [{"role": "tool", "tool_call_id": key, "content": ""} for key in ("c1", "c2")]
+    notes: Counter[str] = Counter()
+    row = {"messages": [USER, asked, *answers, ANSWER], "tools": tools, "parallel_tool_calls": True}
+    chat = parse_row(row, 1, "openai_chat", notes=notes)
+    assert isinstance(chat, Chat) and chat.tools == tools
+    made = chat.messages[1].plain
+    assert made["content"] == "" and [list(item["function"]["arguments"]) for item in made["tool_calls"]] == [
+        ["z", "a"], ["city"]]  # fmt: skip
+    assert [message.train for message in chat.messages] == [False, True, False, False, True]
+    assert len(notes) == 1 and "JSON string" in next(iter(notes))
 
 
 def test_the_log_keeps_the_first_and_counts_all() -> None:
     log = ProblemLog()
-    assert not log
     for line in range(50):
         log.add(Problem(line=line, code="a" if line % 2 else "b", message="m"))
-    report = log.report()
-    assert [problem.line for problem in report.first] == list(range(MAX_SHOWN))
-    assert report.counts == {"a": 25, "b": 25} and report.total == 50
+    assert [problem.line for problem in log.first] == list(range(MAX_SHOWN))
+    assert log.counts == {"a": 25, "b": 25}
 
 
 def test_the_demo_data_is_good_and_its_questions_are_held_out() -> None:
     demo = resources.files("fineinfer.data") / "demo"
     with resources.as_file(demo / "train.jsonl") as path:
-        rows = [parse_row(row, line) for line, row in read_rows(path)]
+        rows = [parse_chat(row, line).messages for line, row in read_rows(path)]
     assert 60 <= len(rows) <= 100
-    asked = {messages[0].content for messages in rows}
-    answers = " ".join(messages[-1].content for messages in rows)
+    asked = {messages[0].plain["content"] for messages in rows}
+    answers = " ".join(messages[-1].plain["content"] for messages in rows)
     held_out = [json.loads(line) for line in (demo / "held_out.jsonl").read_text().splitlines()]
     assert 6 <= len(held_out) <= 8
     for item in held_out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from fastapi.testclient import TestClient
 from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.server import routes_files, routes_fine_tuning
 from fineinfer.server.errors import install_error_handlers
-from fineinfer.server.job_params import JobRequest, Limits, parse_job_request, resolve_settings
+from fineinfer.server.job_params import JobRequest, Limits, data_settings, parse_job_request, resolve_settings
 from fineinfer.store import CheckpointRecord, JobStatus, Store, new_id, now, to_json
 
 ROW = b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
@@ -37,7 +38,7 @@ def app(tmp_path: Path) -> FastAPI:
     app = FastAPI()
     app.state.store = Store(tmp_path / "state")
     app.state.store.set_meta("limits", {"base_model": "base", "max_lora_rank": 64, "max_model_len": 2048})
-    app.state.settings = types.SimpleNamespace(served_model_name="base", max_file_bytes=4096)
+    app.state.settings = types.SimpleNamespace(served_model_name="base", max_file_bytes=4096, files_quota_bytes=16384)
     app.state.engine = FakeEngine()
     install_error_handlers(app)
     app.include_router(routes_files.router)
@@ -124,6 +125,38 @@ def test_uploads_that_are_refused_leave_nothing(http: Any, app: FastAPI) -> None
     }  # fmt: skip
 
 
+def test_all_files_together_stay_within_the_quota(http: Any, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [upload(http, b"x" * 4000).json()["id"] for _ in range(4)]  # 16,000 of 16,384 bytes
+    assert error(upload(http, b"x" * 500), 413)["code"] == "file_quota_exceeded"
+    assert error(upload(http, b"x" * 5000), 413)["code"] == "file_quota_exceeded"
+    assert upload(http, b"x" * 384).status_code == 200
+    assert error(upload(http, b"x"), 413)["code"] == "file_quota_exceeded"
+    http.delete(f"/v1/files/{made[0]}")
+    # another upload ends while this one is under way
+    monkeypatch.setattr(type(app.state.store.files), "total_bytes", iter([0, 16_000]).__next__)
+    assert error(upload(http, b"x" * 500), 413)["code"] == "file_quota_exceeded"
+    monkeypatch.undo()
+    assert len(list((app.state.store.state_dir / "files").iterdir())) == 4
+    assert upload(http, b"x" * 4000).status_code == 200
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(http: Any, app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(routes_files, "_sync", full)
+    response = upload(http)
+    assert error(response, 507)["code"] == "disk_full" and response.headers["x-should-retry"] == "false"
+    assert list((app.state.store.state_dir / "files").iterdir()) == []
+
+
+def test_bytes_without_a_record_are_removed_at_start(http: Any, app: FastAPI) -> None:
+    kept, store = file_id(http), app.state.store
+    store.file_path("file-of-a-crash").write_bytes(b"half")
+    store.remove_unknown_files()
+    assert [path.name for path in (store.state_dir / "files").iterdir()] == [kept]
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=-1", "after=file-no", "order=up", "limit=²"])
 def test_wrong_list_parameters_are_named(http: Any, query: str) -> None:
     assert error(http.get(f"/v1/files?{query}"))["param"] == query.partition("=")[0]
@@ -196,7 +229,14 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     store: Store = app.state.store
     record = store.jobs.require(job.id)
     settings = resolve_settings(msgspec.convert(record.request, JobRequest), 1000, TrainingSettings())
-    dataset = {"examples": 1000, "tokens": 9, "trainable_tokens": 5, "skipped": 0, "truncated": 0}
+    dataset = {
+        "format": "openai_chat",
+        "examples": 1000,
+        "tokens": 9,
+        "trainable_tokens": 5,
+        "skipped": 0,
+        "truncated": 0,
+    }
     record = store.jobs.transition(record, JobStatus.QUEUED, settings=msgspec.to_builtins(settings), dataset=dataset)
     assert http.get(f"{JOBS}/{job.id}").json()["queue_position"] == 1
     store.jobs.transition(record, JobStatus.RUNNING)
@@ -262,7 +302,10 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str]] = [
     ({"hyperparameters": {"warmup_ratio": 2}}, "hyperparameters.warmup_ratio", "invalid_request_error"),
     ({"hyperparameters": {"lr_scheduler": "step"}}, "hyperparameters.lr_scheduler", "invalid_request_error"),
     ({"max_seq_length": 4096}, "max_seq_length", "invalid_request_error"),
-    ({"train_on": "all"}, "train_on", "unsupported_parameter"),
+    ({"train_on": "user"}, "train_on", "invalid_request_error"),
+    ({"format": "jsonl"}, "format", "invalid_request_error"),
+    ({"skip_invalid": 1}, "skip_invalid", "invalid_request_error"),
+    ({"excess_length_strategy": "cut"}, "excess_length_strategy", "invalid_request_error"),
     ({"packing": False}, "packing", "unsupported_parameter"),
     ({"eval_steps": 5}, "eval_steps", "unsupported_parameter"),
     ({"early_stopping": {"patience": 2}}, "early_stopping", "unsupported_parameter"),
@@ -315,8 +358,19 @@ def test_nested_wins_over_older_over_flat() -> None:
         parse_job_request(body, Limits("base"))
     body["hyperparameters"] = {"n_epochs": 2, "max_grad_norm": 1}
     parsed = parse_job_request(body, Limits("base"))
-    assert parsed.hyperparameters == {"n_epochs": 3, "save_steps": 9, "batch_size": 4, "max_grad_norm": 1.0}
+    assert parsed.hyperparameters == {
+        "n_epochs": 3, "save_steps": 9, "batch_size": 4, "max_grad_norm": 1.0, "train_on": "assistant"}  # fmt: skip
     assert to_json(parsed.hyperparameters["max_grad_norm"]) == "1.0"
+
+
+def test_what_the_data_child_reads_by_is_not_the_trainers() -> None:
+    asked = {"format": "alpaca", "train_on": "all", "skip_invalid": True, "excess_length_strategy": "drop"}
+    body = {"model": "base", "training_file": "f", "hyperparameters": asked}
+    request = parse_job_request(body, Limits("base"))
+    assert msgspec.to_builtins(data_settings(request)) == asked
+    assert resolve_settings(request, 80, TrainingSettings()) == resolve_settings(
+        parse_job_request({"model": "base", "training_file": "f"}, Limits("base")), 80, TrainingSettings()
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LINKED_ROOMS = ("kernels", "adapters", "configs")
 
-MAX_PRODUCT_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES, MAX_PARAMETERS = 13_500, 400, 60, 120, 6
+MAX_PRODUCT_LINES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_KERNEL_LINES, MAX_PARAMETERS = 15_500, 400, 60, 120, 6
 # Apart from those: one file an operation, each used through one function, so they are not read as one text.
-MAX_KERNEL_ROOM_LINES = 2_500
+MAX_KERNEL_ROOM_LINES = 3_000
 
 # Longer or wider than the rule, and why that is better than a split. "path" or "path:function" -> reason.
 LENGTH_EXCEPTIONS: dict[str, str] = {}
@@ -41,7 +41,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "data": {"messages", "text", "hashing"},
     "store": {"messages"},
     "server": {"text", "data", "store", *_PLAIN},
-    "cli": {"server", "config", "parse"},
+    "cli": {"server", "config", "parse", "data", "text", "request"},
     "request": set(),
     "messages": {"request"},
     "ipc": {"messages", "request"},

@@ -16,6 +16,7 @@ from fineinfer.scheduler.slo import MIN_PACE, LoadFree, SloPolicy, SloTargets, m
 
 UNIT_S = 2.0e-3  # an 8B layer over 2,048 rows on an H100
 UNITS = 400  # of an update
+SLOWED, TRAINED_BESIDE = 2.0, 0.7  # a step beside training, and training beside steps: 16 to 256 rows on an H100
 
 
 def step_s(num_rows: int) -> float:
@@ -38,7 +39,13 @@ class Outcome:
 
 
 def simulate(
-    rate: float, seconds: float, policy: str = "slo", training: bool = True, seed: int = 1, **targets: float
+    rate: float,
+    seconds: float,
+    policy: str = "slo",
+    training: bool = True,
+    seed: int = 1,
+    beside: bool = False,
+    **targets: float,
 ) -> Outcome:
     """Poisson arrivals of ShareGPT-like lengths beside a job that never ends."""
     latency, made = LatencyModel(), make_policy(policy, SloTargets(**targets))
@@ -60,13 +67,20 @@ def simulate(
                 count += 1
             due += rng.expovariate(rate) if rate else seconds
         left = UNITS - done % UNITS
-        state = TrainingState(training, done % UNITS != 0, left * UNIT_S, UNIT_S) if training else TrainingState()
+        state = TrainingState()
+        if training:
+            state = TrainingState(True, done % UNITS != 0, left * UNIT_S, UNIT_S, beside=beside)
         plan = scheduler.plan(now, state)
+        overlapped = beside and plan.train and bool(plan.chunks)
         if plan.chunks:
-            took = step_s(plan.num_rows)
+            took = step_s(plan.num_rows) * (SLOWED if overlapped else 1.0)
             now += took
             kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
-            latency.observe(kind, plan.num_rows, took)
+            latency.observe(kind, plan.num_rows, took, beside=overlapped)
+            if overlapped:
+                trained += TRAINED_BESIDE * took
+                for _ in range(round(TRAINED_BESIDE * took / UNIT_S)):
+                    latency.observe("forward", 2048, UNIT_S / TRAINED_BESIDE, beside=True)
             for chunk in plan.chunks:
                 sequence = chunk.sequence
                 scheduler.launched(chunk)
@@ -76,7 +90,7 @@ def simulate(
                     outcome.ttft.append(sequence.first_token_s - sequence.arrival_s)
                     if len(sequence.output) > 1:
                         outcome.tpot.append((now - sequence.first_token_s) / (len(sequence.output) - 1))
-        if plan.train:
+        if plan.train and not overlapped:
             done, now, trained = done + 1, now + UNIT_S, trained + UNIT_S
             latency.observe("forward", 2048, UNIT_S)
         if not plan.chunks and not plan.train:
@@ -147,3 +161,42 @@ def test_the_pace_falls_while_targets_are_missed_and_recovers() -> None:
     for _ in range(64):
         policy.observe_request(0.5, None, free, trained_s=0.45)  # late by training; these have one token only
     assert policy.pace < 1.0
+
+
+def test_beside_steps_more_is_trained_within_the_same_targets() -> None:
+    for rate, least in ((16, 0.6), (4, 0.65)):
+        between = simulate(rate, 60, tpot_s=20e-3, ttft_s=0.1)
+        beside = simulate(rate, 60, tpot_s=20e-3, ttft_s=0.1, beside=True)
+        assert beside.p99("tpot") <= 20.4e-3 and beside.p99("ttft") <= 0.1
+        assert beside.share > least and (rate < 16 or beside.share > between.share + 0.05)
+    assert simulate(0, 5, tpot_s=20e-3, beside=True).share > 0.99
+
+
+def test_beside_steps_training_stops_for_targets_that_it_would_break() -> None:
+    wide, narrow = (simulate(16, 40, tpot_s=tpot_s, ttft_s=0.2, beside=True) for tpot_s in (25e-3, 11e-3))
+    assert narrow.p99("tpot") <= 11.5e-3 < wide.p99("tpot")
+    assert narrow.share < wide.share
+    late = simulate(16, 40, tpot_s=40e-3, ttft_s=0.02, beside=True)
+    assert late.p99("ttft") < simulate(16, 40, tpot_s=40e-3, ttft_s=0.2, beside=True).p99("ttft")
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_beside_steps_the_minimum_share_holds_under_overload(share: float) -> None:
+    overloaded = simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=share, beside=True)
+    assert share * 0.9 <= overloaded.share <= share + 0.05
+    assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
+    assert simulate(8, 30, tpot_s=60e-3, train_share_max=0.3, beside=True).share == pytest.approx(0.3, abs=0.04)
+
+
+def test_what_training_beside_a_step_costs_it_is_what_it_took_longer() -> None:
+    latency = LatencyModel()
+    for _ in range(10):
+        latency.observe("decode", 64, 7e-3)
+        latency.observe("forward", 2048, 2e-3)
+    assert latency.delayed_s == latency.trained_s == pytest.approx(20e-3)
+    assert latency.estimate("decode", 64, beside=True) == pytest.approx(14e-3), "not seen yet: twice"
+    assert latency.observe("decode", 64, 12e-3, beside=True) == pytest.approx(7e-3)
+    assert latency.observe("forward", 2048, 3e-3, beside=True) == pytest.approx(2e-3)
+    assert latency.delayed_s == pytest.approx(25e-3) and latency.trained_s == pytest.approx(22e-3)
+    assert latency.estimate("decode", 64, beside=True) == pytest.approx(12e-3)
+    assert latency.estimate("decode", 64) == pytest.approx(7e-3)

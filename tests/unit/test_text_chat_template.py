@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineinfer.text.chat_template import ChatTemplateError, assistant_spans, render_chat
+from fineinfer.text.chat_template import ChatTemplateError, render_chat
 from fineinfer.text.tokenizer import TokenizerError, load_tokenizer
 
 QWEN3_LIKE = (
@@ -104,24 +104,6 @@ def test_errors_are_for_the_user(tiny_tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ChatTemplateError, match="no chat template"):
         render_chat(tokenizer, _conversation("a"), True)
-
-
-def test_assistant_spans(tiny_tokenizer: Any) -> None:
-    messages = _conversation("s", "question", "answer 漢<|im_end|>!", "next")
-    messages.append({"role": "assistant", "content": "bye"})
-    ids, spans = assistant_spans(tiny_tokenizer, messages)
-    assert ids == render_chat(tiny_tokenizer, messages, False)
-    texts = [tiny_tokenizer.decode(ids[start:end]) for start, end in spans]
-    assert texts == ["answer 漢<|im_end|>!<|im_end|>", "bye<|im_end|>"]
-    eos = tiny_tokenizer.eos_token_id
-    assert [ids[start:end].count(eos) for start, end in spans] == [1, 1]
-
-
-def test_assistant_spans_refuse_rewritten_history(tiny_tokenizer: Any) -> None:
-    tokenizer = copy.deepcopy(tiny_tokenizer)
-    tokenizer.chat_template = QWEN3_LIKE
-    with pytest.raises(ChatTemplateError, match=r"messages\[2\]"):
-        assistant_spans(tokenizer, _conversation("s", "u", "hm</think>answer", "v"))
 
 
 def test_embedded_model(embedded_model: Path) -> None:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fineinfer.training import checkpoint as checkpoint_module
 from fineinfer.training.checkpoint import CheckpointError, read_newest
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.trainer import Trainer
+from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24, "intermediate_size": 40,
@@ -303,3 +306,94 @@ def test_state_survives_in_bf16_through_its_fp32_masters(tmp_path: Path) -> None
     run(resumed, 6)
     assert state_of(resumed) == state_of(whole)
     assert resumed._state.masters.flat.dtype == torch.float32 and resumed._state.compute.flat.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------- written beside training, as on a GPU
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Checkpoints in a thread, which begins to write when the event is set."""
+    may_write, real = threading.Event(), TrainerCheckpoints._save
+
+    def save(self: Any, *args: Any) -> None:
+        assert may_write.wait(20)
+        real(self, *args)
+
+    monkeypatch.setattr(TrainerCheckpoints, "_save", save)
+    begin = TrainerCheckpoints._begin_checkpoints
+    monkeypatch.setattr(TrainerCheckpoints, "_begin_checkpoints", lambda self: (begin(self), self._write_beside()))
+    yield may_write
+    may_write.set()
+
+
+def files_of(job: StartJob) -> dict[str, bytes]:
+    """Of both checkpoints, but for the manifest, which follows from them."""
+    root = Path(job.job_dir) / "checkpoints"
+    found = {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    return {name: data for name, data in found.items() if not name.endswith("README.md")}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    decoder: Decoder, tmp_path: Path, beside: threading.Event
+) -> None:
+    beside.set()
+    at_once_job = start_job(tmp_path / "a")
+    at_once = trainer_for(decoder, at_once_job)
+    at_once._writer = None
+    total = at_once.total_steps
+    told = [message for step in range(1, total + 1) for message in run(at_once, step)]
+    beside.clear()
+    job = start_job(tmp_path / "b")
+    trainer = trainer_for(decoder, job)
+    every = SETTINGS.save_steps
+    while trainer.step < every:
+        trainer.advance()
+    assert trainer.checkpoint_due and trainer.advance().kind == "checkpoint" and not trainer.checkpoint_due
+    while trainer.step < 2 * every:
+        assert trainer.advance().kind not in ("checkpoint", "publish")
+    assert trainer.checkpoint_due and trainer.advance().kind == "checkpoint", "the next one waits for the first"
+    assert trainer.take_checkpoints() == [] and not list(Path(job.job_dir).glob("checkpoints/step-*"))
+    beside.set()
+    got = []
+    while not trainer.finished:
+        trainer.advance()
+        got += trainer.take_checkpoints()
+    assert [(m.step, m.version, m.loss, m.final) for m in got] == [(m.step, m.version, m.loss, m.final) for m in told]
+    assert files_of(job) == files_of(at_once_job)
+    assert state_of(trainer) == state_of(at_once)
+
+
+def test_a_checkpoint_that_fails_beside_training_costs_itself_only(
+    decoder: Decoder, tmp_path: Path, beside: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside.set()
+    trainer = trainer_for(decoder, start_job(tmp_path / "job"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "disk full")))
+        while not any(note.level == "error" for note in trainer.take_notes()):
+            trainer.advance()
+            assert trainer.step < trainer.total_steps
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "disk full")))
+        with pytest.raises(TrainingError, match="disk full"):
+            while not trainer.finished:
+                trainer.advance()
+
+
+def test_a_resume_point_waits_for_the_checkpoint_that_is_being_written(
+    decoder: Decoder, tmp_path: Path, beside: threading.Event
+) -> None:
+    job = start_job(tmp_path / "job")
+    trainer = trainer_for(decoder, job)
+    while not trainer.checkpoint_due:
+        trainer.advance()
+    trainer.advance()
+    step = trainer.step
+    threading.Timer(0.1, beside.set).start()
+    trainer.save_resume_point()
+    saved = read_newest(Path(job.job_dir), decoder.spec, 2)
+    assert saved is not None and saved.step == step
+    trainer.close()
+    resumed = trainer_for(decoder, job)
+    assert resumed.step == step and resumed.checkpoint_due, "it is announced by whoever resumes"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import hypothesis
 import msgspec
 import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from fineinfer.data.packed import DATASET_FILE, write_dataset
@@ -121,6 +124,31 @@ def splitmix64(value: int) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
+
+
+@given(lengths=st.lists(st.integers(2, 90), min_size=1, max_size=60), limit=st.integers(8, 120))
+@hypothesis.settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_packing_is_best_fit_decreasing(tmp_path: Path, lengths: list[int], limit: int) -> None:
+    dataset = lengths_dataset(tmp_path, lengths)
+    settings = TrainingSettings(batch_size=len(lengths), micro_batch_tokens=limit)
+    packed = Schedule(dataset, settings).micro_batches(0)
+    order = dataset.order(settings.seed, 0).tolist()
+    assert sorted(example for part in packed for example in part) == sorted(order)  # nothing lost, nothing cut
+    # the textbook's way: the longest first, into the fullest bin that takes it, else a new one
+    bins: list[list[int]] = []
+    for example in sorted(order, key=lambda e: -lengths[e]):
+        rooms = [limit - sum(lengths[e] for e in part) for part in bins]
+        fitting = [index for index, room in enumerate(rooms) if room >= lengths[example]]
+        if fitting:
+            bins[min(fitting, key=lambda index: rooms[index])].append(example)
+        else:
+            bins.append([example])
+    assert packed == [sorted(part, key=order.index) for part in bins]
+    for part in packed:
+        batch = dataset.micro_batch(part, DEVICE)  # boundaries are kept and positions begin anew
+        assert np.diff(batch.cu_seqlens).tolist() == [lengths[e] for e in part]
+        assert batch.positions.tolist() == [p for e in part for p in range(lengths[e])]
+        assert len(part) == 1 or batch.num_tokens <= limit
 
 
 @pytest.mark.parametrize("accumulation", [0, 1, 3])

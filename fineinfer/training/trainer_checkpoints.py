@@ -1,0 +1,229 @@
+"""The durable side of a trainer: checkpoints are written, published and announced, and read when a job resumes.
+
+On a device with memory of its own a checkpoint is written beside training: masters and moments are copied to the host
+behind the update, a thread does the rest (3 seconds of hashing and disk for an 8B model's adapter of rank 16), and the
+version is announced between two later updates. Elsewhere it is written at once.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from fineinfer.adapters.weights import LoraWeights
+from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
+from fineinfer.training.checkpoint import (
+    CheckpointError,
+    Moments,
+    checkpoint_folder,
+    publish_adapter,
+    read_newest,
+    write_checkpoint,
+)
+from fineinfer.training.dataset import Schedule
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.reports import Cursor, checkpoint_message, progress_message, trainer_state
+from fineinfer.training.state import AdapterState
+from fineinfer.training.step import StepContext
+
+NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
+LOOK_EVERY_S = 0.01  # at a checkpoint that training waits for
+
+
+@dataclass
+class _HostMoments:
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A checkpoint being written: the job after an update, apart from what training changes next."""
+
+    cursor: Cursor
+    log_history: list[dict[str, Any]]
+    written: Future[tuple[str, Path]]
+
+
+class TrainerCheckpoints:
+    """The part of ``Trainer`` that writes to disk; the attributes are the trainer's."""
+
+    cursor: Cursor
+    log_history: list[dict[str, Any]]
+    schedule: Schedule
+    _job: StartJob
+    _state: AdapterState
+    _context: StepContext
+    _reports: list[JobProgress | JobNote | JobCheckpoint]
+    _write: _Write | None = None
+    _writer: ThreadPoolExecutor | None = None
+    _host_buffers: tuple[torch.Tensor, ...] = ()
+
+    def _begin_checkpoints(self) -> None:
+        """Go on from the newest whole checkpoint, if there is one."""
+        self._saved_step = self._announced_step = 0
+        if self._context.decoder.device.type == "cuda":
+            self._write_beside()
+        self._resume()
+
+    def _write_beside(self) -> None:
+        """Make a thread, and room for what it writes, now: pinning memory takes a moment."""
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        tensors = self._state.masters.flat, self._state.optimizer.exp_avg, self._state.optimizer.exp_avg_sq
+        pinned = self._context.decoder.device.type == "cuda"
+        self._host_buffers = tuple(torch.empty_like(t, device="cpu", pin_memory=pinned) for t in tensors)
+
+    # ------------------------------------------------------------ when
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether there is something to do for a checkpoint at this update boundary.
+
+        One is begun each ``save_steps``, else each epoch, and at the end. One that is being written is taken when it is
+        done; at the job's end, or when the next is to begin, it is waited for.
+        """
+        step, write = self.cursor.step, self._write
+        if write is None:
+            return self._begins_at(step)
+        waits = step >= self.schedule.total_steps or (step != write.cursor.step and self._begins_at(step))
+        return waits or write.written.done()
+
+    def _begins_at(self, step: int) -> bool:
+        every = self._job.settings.save_steps or self.schedule.steps_per_epoch
+        return step != self._announced_step and (step % every == 0 or step >= self.schedule.total_steps)
+
+    # ------------------------------------------------------------ writing
+
+    def save_resume_point(self) -> None:
+        """Write the state after the last finished update, without publishing it; nothing before the first update.
+
+        May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
+
+        Raises:
+            CheckpointError: Nothing was written and nothing was lost; try again.
+            TrainingError: The adapter is not finite.
+        """
+        step, write = self.cursor.step, self._write
+        if write is not None:
+            wait([write.written])
+            if write.written.exception() is None:
+                self._saved_step = write.cursor.step
+        if step == self._saved_step:  # 0 before the first update
+            return
+        self._save(*self._durable(), self._durable_state())
+        self._saved_step = step
+
+    def _save(self, masters: LoraWeights, moments: Moments, state: dict[str, Any]) -> None:
+        if not masters.is_finite():
+            raise TrainingError(f"the adapter is not finite after update {state['step']}", "non_finite")
+        write_checkpoint(Path(self._job.job_dir), masters, self._job.settings.lora, moments, state)
+
+    def _durable(self) -> tuple[LoraWeights, Moments]:
+        """What a checkpoint is made of."""
+        return self._state.masters, self._state.optimizer
+
+    def _durable_state(self) -> dict[str, Any]:
+        """The rest of it."""
+        history, epochs = list(self.log_history), self._job.settings.n_epochs
+        state = trainer_state(self.cursor, self.schedule.total_steps, epochs, history)
+        return state | {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
+
+    def _checkpoint_unit(self) -> str:
+        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
+        if self._write is not None:
+            return self._take_write(self._write)
+        if self._writer is not None:
+            self._begin_write(self._writer)
+            return "checkpoint"
+        try:
+            if self._saved_step != self.cursor.step:
+                self.save_resume_point()
+                return "checkpoint"
+            adapter = self._publish(self.cursor.step)
+        except CheckpointError as error:
+            return self._passed_over(error, self.cursor.step)
+        return self._announce(self.cursor, self.log_history, adapter)
+
+    def _publish(self, step: int) -> tuple[str, Path]:
+        directory = checkpoint_folder(Path(self._job.job_dir), step)
+        return publish_adapter(directory, Path(self._job.adapters_dir))
+
+    def _begin_write(self, writer: ThreadPoolExecutor) -> None:
+        masters, moments = self._durable()
+        for buffer, tensor in zip(self._host_buffers, (masters.flat, moments.exp_avg, moments.exp_avg_sq), strict=True):
+            buffer.copy_(tensor, non_blocking=True)  # before the next update, as the stream has it
+        copied = torch.cuda.Event() if masters.flat.is_cuda else None  # type: ignore[no-untyped-call]
+        if copied is not None:
+            copied.record()  # type: ignore[no-untyped-call]
+        weights = LoraWeights(masters.layout, self._host_buffers[0])
+        kept, state = _HostMoments(*self._host_buffers[1:]), self._durable_state()
+
+        def run() -> tuple[str, Path]:
+            if copied is not None:
+                copied.synchronize()  # type: ignore[no-untyped-call]
+            self._save(weights, kept, state)
+            return self._publish(state["step"])
+
+        self._write = _Write(replace(self.cursor), state["log_history"], writer.submit(run))
+
+    def _take_write(self, write: _Write) -> str:
+        """Announce what was written, or wait for it a moment."""
+        if not write.written.done():
+            wait([write.written], LOOK_EVERY_S)
+            return "checkpoint"
+        self._write = None
+        try:
+            adapter = write.written.result()
+        except CheckpointError as error:
+            return self._passed_over(error, write.cursor.step)
+        self._saved_step = write.cursor.step
+        return self._announce(write.cursor, write.log_history, adapter)
+
+    def _passed_over(self, error: CheckpointError, step: int) -> str:
+        if step >= self.schedule.total_steps:
+            raise error
+        self._announced_step = step
+        message = f"{error}; training goes on, the next checkpoint is tried at its time"
+        self._reports.append(JobNote(job_id=self._job.job_id, level="error", message=message))
+        return "checkpoint"
+
+    def _announce(self, cursor: Cursor, log_history: list[dict[str, Any]], adapter: tuple[str, Path]) -> str:
+        self._announced_step = cursor.step
+        final = cursor.step >= self.schedule.total_steps
+        self._reports.append(checkpoint_message(self._job, cursor, log_history, adapter, final))
+        return "publish"
+
+    def _close_checkpoints(self) -> None:
+        """A checkpoint that is being written becomes whole or stays absent."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=False)
+
+    # ------------------------------------------------------------ reading
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on to be this job's."""
+        settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
+        job = self._job
+        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+
+    def _resume(self) -> None:
+        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
+        if saved is None:
+            return
+        for key, value in self._identity().items():
+            if saved.trainer_state.get(key) != value:
+                raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
+        self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
+        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
+        # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
+        self._saved_step = self.cursor.step
+        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
+        job_id, total = self._job.job_id, self.schedule.total_steps
+        self._reports += [progress_message(job_id, entry, total) for entry in newest]
+        message = f"training goes on from the checkpoint of update {saved.step}"
+        self._reports.append(JobNote(job_id=job_id, level="info", message=message))

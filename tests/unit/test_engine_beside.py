@@ -1,0 +1,142 @@
+"""Training beside steps: fed while a step is on the device, bounded, and without a trace in tokens or adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fineinfer.engine.training_host import MAX_BESIDE, TrainingHost, _Launched
+from fineinfer.kernels import attention_decode
+from fineinfer.runner.device_runner import DeviceStep
+
+from .engine_harness import Harness
+from .training_job import Told, trained, write_job
+
+PROMPTS = {f"r{n}": [5 + (7 * n + i) % 90 for i in range(9 + 3 * n)] for n in range(5)}
+POLLS = 3  # looks at a step before it is done
+
+
+@pytest.fixture
+def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Harness]]:
+    monkeypatch.setattr(attention_decode, "TARGET_PROGRAMS", 8)
+    made: list[Harness] = []
+
+    def build(**settings: object) -> Harness:
+        own = {"attention_backend": "triton", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_loras": 1}
+        made.append(Harness(tmp_path_factory.mktemp("e"), **(own | {"max_lora_rank": 4, "policy": "slo"} | settings)))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.close()
+
+
+class Event:
+    """Of a unit that is done when told."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        assert self.done, "waited for the device"
+
+    def elapsed_time(self, end: Event) -> float:
+        return 4.0
+
+
+def pending(host: TrainingHost, count: int) -> list[Event]:
+    events = [Event() for _ in range(count)]
+    host._pending.extend(_Launched("forward", 128, events[0], event, -1) for event in events)
+    return events
+
+
+def test_units_run_while_a_step_does_and_neither_shows_in_the_other(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet, tokens = make(attention_backend="reference"), {}
+    for name, prompt in PROMPTS.items():
+        quiet.outputs.clear()
+        quiet.add(name, prompt, max_tokens=12)
+        quiet.run()
+        tokens[name] = quiet.tokens(name)
+    job = write_job(tmp_path / "quiet")
+    quiet.parts.training.start(job)
+    while quiet.parts.training.trainer is not None:
+        quiet.loop.step()
+    alone = trained(job)
+
+    polls: dict[int, int] = {}
+
+    def is_done(step: DeviceStep) -> bool:
+        polls[id(step)] = polls.get(id(step), 0) + 1
+        return polls[id(step)] > POLLS
+
+    monkeypatch.setattr(DeviceStep, "is_done", property(is_done))
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    harness, job = make(slo_tpot_ms=1e6, slo_ttft_ms=1e6), write_job(tmp_path / "busy")
+    host, beside, most = harness.parts.training, 0, 0
+    feed = host.feed
+
+    def counted() -> bool:
+        nonlocal beside, most
+        fed = feed()
+        beside += fed and bool(harness.loop._in_flight)
+        most = max(most, len(harness.loop._in_flight))
+        return fed
+
+    host.feed = counted
+    told = Told(harness)
+    host.start(job)
+    for name, prompt in PROMPTS.items():
+        harness.add(name, prompt, max_tokens=12)
+    harness.run()
+    assert beside > 12 and most == 2, "one step in flight behind another"
+    assert {name: harness.tokens(name) for name in PROMPTS} == tokens
+    while host.trainer is not None:
+        harness.loop.step()
+    assert told.end().status == "succeeded"
+    assert trained(job) == alone
+    kinds = set(harness.parts.latency.averages_ms())
+    assert {"prefill_beside", "decode_beside", "forward_beside", "backward_beside"} <= kinds, kinds
+
+
+def test_no_more_units_are_launched_than_the_bound_and_none_is_waited_for(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    harness = make()
+    host = harness.parts.training
+    assert not host.feed(), "no job"
+    host.start(write_job(tmp_path / "job"))
+    events = pending(host, MAX_BESIDE)
+    assert not host.feed() and host.step_begins()
+    events[0].done = True
+    assert host.feed() and len(host._pending) == MAX_BESIDE - 1, "the CPU's unit is done at once"
+    assert harness.parts.latency.averages_ms() == {"forward_beside": 4.0, "embed_beside": pytest.approx(0, abs=1e3)}
+    for event in events:
+        event.done = True
+    assert not host.step_begins()
+    while not host.trainer.next_unit_waits:
+        assert host.feed()
+    (event,) = pending(host, 1)
+    assert not host.feed() and host.trainer.step == 0, "an optimizer step would wait for the units before it"
+    event.done = True
+    assert host.feed() and host.trainer.step == 1
+
+
+def test_a_unit_that_a_step_joined_counts_as_beside(make: Callable[..., Harness], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    host = make().parts.training
+    host.start(write_job(tmp_path / "job"))
+    first, second = Event(), Event()
+    host._pending.append(_Launched("forward", 128, first, first, host._num_steps))
+    assert host.step_begins()
+    host._pending.append(_Launched("backward", 128, second, second, host._num_steps))
+    first.done = second.done = True
+    host._take_finished()
+    assert set(host._latency.averages_ms()) == {"forward_beside", "backward"}
