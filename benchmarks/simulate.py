@@ -205,9 +205,12 @@ class Outcome:
 
     @property
     def least_share(self) -> float | None:
-        """Least part of any window until the horizon that was trained; None where nothing is guaranteed."""
+        """Least part of two windows one after the other that was trained; None where nothing is guaranteed.
+
+        Two, because what was trained while there was nothing else to do counts for the window after it.
+        """
         whole = self.windows_s[: int(self.horizon_s // SHARE_WINDOW_S)]
-        return min(whole) / SHARE_WINDOW_S if whole else None
+        return min(map(sum, itertools.pairwise(whole))) / (2 * SHARE_WINDOW_S) if len(whole) > 1 else None
 
     def longest_wait_s(self, batch: bool = False) -> float:
         """Longest time to a first token of all requests, or of those of worse priority."""
@@ -498,7 +501,7 @@ def starved(outcome: Outcome, setup: Setup) -> str | None:
         return f"{outcome.passed_over:.1f} times as many requests as may passed one that had waited {AGED_S:.0f} s"
     share, least = outcome.least_share, setup.targets.train_share_min - SHARE_TOLERANCE
     if share is not None and setup.policy == "slo" and share < least:
-        return f"in some {SHARE_WINDOW_S:.0f} s only {share:.1%} of the time was trained"
+        return f"in some {2 * SHARE_WINDOW_S:.0f} s only {share:.1%} of the time was trained"
     return None
 
 

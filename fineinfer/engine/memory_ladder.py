@@ -78,24 +78,35 @@ class MemoryLadder:
     # ------------------------------------------------------------ training asks
 
     def holding(self, now_s: float) -> bool:
-        """Whether no new micro-batch may begin, since requests need the memory."""
-        return now_s < self._hold_until_s and not self._floor
+        """Whether no new micro-batch may begin, since requests need the memory.
+
+        A job that is promised a share and was parked is not kept out by requests that never stop waiting.
+        """
+        until_s = min(self._hold_until_s, self._last_costly_s + MAX_HOLD_S) if self._keep_floor else self._hold_until_s
+        return now_s < until_s and not self._floor
 
     def lease_state(self, num_bytes: int) -> bool:
         """Lease a job's masters, moments and gradients; False if even the smallest pool leaves too little."""
         self._shrink_kv_for(num_bytes - self._governor.leased(STATE))
         return self._governor.lease(STATE, num_bytes)
 
-    def begin_job(self, trainer: ParkableTrainer) -> bool:
-        """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
+    def has_room_for(self, trainer: ParkableTrainer) -> bool:
+        """Whether a job could have what it always holds, and its largest micro-batch, besides the admitted requests.
+
+        If it is promised a share, further requests must leave it that: ``slots_withheld``; but nothing while the budget
+        has no room for it at all.
+        """
         floor = trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
         missing = trainer.state_bytes + floor - self._governor.leased(STATE) - self._governor.free_bytes
         left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
         withheld = max(0, self._kv.num_slots - left) if missing > 0 else 0
-        if withheld > self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots()):
-            self.slots_withheld = withheld
-            return False
-        if not self.lease_state(trainer.state_bytes + floor):
+        self.slots_withheld = withheld if self._keep_floor and self.can_ever_hold(trainer) else 0
+        return withheld <= self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots())
+
+    def begin_job(self, trainer: ParkableTrainer) -> bool:
+        """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
+        floor = trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
+        if not self.has_room_for(trainer) or not self.lease_state(trainer.state_bytes + floor):
             return False
         self.slots_withheld = 0
         self._governor.lease(STATE, trainer.state_bytes)

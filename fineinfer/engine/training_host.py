@@ -169,12 +169,13 @@ class TrainingHost:
         trainer = self.trainer
         if trainer is None or (not trainer.micro_batch_open and self._ladder.holding(now_s)):
             return TrainingState()
+        ready = not trainer.parked or self._ladder.has_room_for(trainer)
         withheld = self._ladder.slots_withheld if trainer.parked else 0
         started = not trainer.at_update_boundary
         units = trainer.remaining_units() if started else trainer.next_update_units()
         left_s = sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        return TrainingState(True, started, left_s, unit_s, withheld, self.can_run_beside)
+        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside)
 
     @property
     def can_run_beside(self) -> bool:

@@ -49,7 +49,13 @@ class Harness:
         self._socket.send_multipart([TOKEN, self._codec.encode(message)])
 
     def add(
-        self, name: str, prompt: list[int], adapter: str | None = None, salt: str | None = None, **params: object
+        self,
+        name: str,
+        prompt: list[int],
+        adapter: str | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+        **params: object,
     ) -> None:
         sampling = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | params))
         self.outputs[name] = []
@@ -60,6 +66,7 @@ class Harness:
                 sampling=sampling,
                 adapter=adapter,
                 cache_salt=salt,
+                priority=priority,
                 arrival_s=time.monotonic(),
             )
         )

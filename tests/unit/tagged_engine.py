@@ -13,7 +13,10 @@ import weakref
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -181,6 +184,15 @@ class Clock:
         return self.now_s
 
 
+def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """Let the engine's loop, ladder and trainer look at this clock; a unit of training takes a millisecond and more."""
+    for module in ("loop", "inbox"):
+        monkeypatch.setattr(f"fineinfer.engine.{module}.now_s", clock)
+    ticks = SimpleNamespace(monotonic=clock, perf_counter=lambda: clock(1e-3))
+    for module in ("memory_ladder", "training_host"):
+        monkeypatch.setattr(f"fineinfer.engine.{module}.time", ticks)
+
+
 class LocalWire:
     """Router of an engine without a socket: messages in order, at once."""
 
@@ -212,8 +224,14 @@ class TaggedHarness(Harness):
             patched.setattr("fineinfer.engine.process.make_runner", stand_in)
             patched.setattr("fineinfer.engine.process.KVPool", TaggedPool)
             super().__init__(folder, **settings)
+        self.clock = clock
         self._bound, self.wire = self.parts.inbox._router, LocalWire(self.outputs)
         self.parts.inbox._router = self.parts.outbox._router = self.wire
+
+    def add(self, *args: Any, **params: object) -> None:
+        super().add(*args, **params)
+        peer, request = self.wire.inbound.pop()
+        self.wire.inbound.append((peer, msgspec.structs.replace(request, arrival_s=self.clock())))
 
     def send(self, message: object) -> None:
         self.wire.inbound.append((b"api", message))

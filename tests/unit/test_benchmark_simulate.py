@@ -143,9 +143,9 @@ def test_starving_is_being_overtaken_too_often_or_waiting_beyond_the_work_ahead(
 
 def test_starving_is_less_training_than_promised_or_too_many_that_pass(simulate: ModuleType) -> None:
     setup = simulate.Setup(targets=SloTargets(train_share_min=0.05))
-    outcome = simulate.Outcome(horizon_s=25.0, windows_s=[0.5, 0.39, 0.0])
-    assert outcome.least_share == pytest.approx(0.039), "the last window is not whole"
-    assert "only 3.9% of the time" in simulate.starved(outcome, setup)
+    outcome = simulate.Outcome(horizon_s=35.0, windows_s=[5.0, 0.39, 0.35, 0.0])
+    assert outcome.least_share == pytest.approx(0.037), "the last window is not whole"
+    assert "only 3.7% of the time" in simulate.starved(outcome, setup)
     assert simulate.starved(outcome, dataclasses.replace(setup, policy="deferred")) is None
     outcome = simulate.Outcome(horizon_s=5.0, passed_over=1.5)
     assert outcome.least_share is None and "1.5 times as many" in simulate.starved(outcome, setup)

