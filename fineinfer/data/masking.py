@@ -65,6 +65,7 @@ class TokenMasker:
             ids, mask = self._text(example)
         else:
             ids, mask = self._tokens(example)
+        mask = [0, *mask[1:]]  # nothing stands before the first token to predict it from
         length = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
         return ids[:length], mask[:length]
 

@@ -158,15 +158,10 @@ class Judge:
 
     def report(self) -> ProblemReport:
         """The verdict so far."""
-        first, counts = list(self.problems.first), dict(self.problems.counts)
         return ProblemReport(
-            first=first,
-            counts=counts,
-            rows=self.rows,
-            bad_rows=self.skipped,
-            format=self.format,
-            warnings=self.warnings(),
-        )
+            first=list(self.problems.first), counts=dict(self.problems.counts), rows=self.rows, bad_rows=self.skipped,
+            format=self.format, warnings=self.warnings(),
+        )  # fmt: skip
 
     def warnings(self) -> list[str]:
         """What is odd about the file, for the user."""

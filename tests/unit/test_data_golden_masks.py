@@ -86,7 +86,8 @@ def test_all_tokens_but_answers_of_weight_zero(name: str) -> None:
         ids, mask = masker.encode(chat(row))
         text = "".join(piece for piece, _ in FAMILIES[name].segments(row["messages"], row.get("tools")))
         assert ids == encode_text(family_tokenizer(name), text, False)
-        untrained = [token for token, flag in zip(ids, mask, strict=True) if not flag]
+        assert mask[0] == 0  # nothing stands before it
+        untrained = [token for token, flag in zip(ids[1:], mask[1:], strict=True) if not flag]
         if any(off):
             want_ids, want_mask = expected(name, row, off)
             assert untrained == [token for token, flag in zip(want_ids, want_mask, strict=True) if flag]
@@ -157,7 +158,7 @@ def test_prompt_ids_are_those_of_a_completion_request(name: str, boundary: str) 
         row = {"prompt": prompt + boundary, "completion": boundary + "brown fox\n"}
         ids, mask = TokenMasker(tokenizer).encode(parse_row(row, 1, "prompt_completion"))
         asked = encode_text(tokenizer, prompt + boundary)
-        assert ids[: len(asked)] == asked and mask == [0] * len(asked) + [1] * (len(ids) - len(asked))
+        assert ids[: len(asked)] == asked and mask[1:] == ([0] * len(asked) + [1] * (len(ids) - len(asked)))[1:]
         assert tokenizer.decode(ids, skip_special_tokens=True).strip() == (row["prompt"] + row["completion"]).strip()
 
 
