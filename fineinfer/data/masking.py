@@ -59,12 +59,8 @@ class TokenMasker:
             ChatTemplateError: The template refuses the messages or does not tell where an answer begins; or an id is
                 no token.
         """
-        if isinstance(example, Chat):
-            ids, mask = self._chat(example)
-        elif isinstance(example, Text):
-            ids, mask = self._text(example)
-        else:
-            ids, mask = self._tokens(example)
+        read: dict[type[Example], Any] = {Chat: self._chat, Text: self._text, Tokens: self._tokens}
+        ids, mask = read[type(example)](example)
         mask = [0, *mask[1:]]  # nothing stands before the first token to predict it from
         length = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
         return ids[:length], mask[:length]
@@ -96,6 +92,9 @@ class TokenMasker:
         variables = {"tools": chat.tools} if chat.tools else {}
         plain = [message.plain for message in chat.messages]
         rendered = _Rendered(Conversation(self.template, plain, variables))
+        functions = [*(chat.tools or ()), *(call for message in plain for call in message.get("tool_calls", ()))]
+        if missing := [item["function"]["name"] for item in functions if item["function"]["name"] not in rendered.text]:
+            raise ChatTemplateError(f"The chat template of this model leaves tools out, such as {missing[0]!r}.")
         answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
         trained = self._trained(chat, answers)
         usual = int(self._train_on == "all")

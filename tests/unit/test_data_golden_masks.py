@@ -179,6 +179,19 @@ def test_a_template_that_moves_the_system_message_is_refused_by_message() -> Non
     assert tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]).strip() == "b</s>"
 
 
+@pytest.mark.parametrize("part", ["tools", "tool_calls"])
+def test_a_template_that_leaves_tools_out_is_refused(part: str) -> None:
+    row = next(row for row in conversations("qwen2.5", 20) if any("tool_calls" in m for m in row["messages"]))
+    if part == "tools":
+        row = {"messages": [row["messages"][-2] | {"role": "user"}, row["messages"][-1]], "tools": row["tools"]}
+        row["messages"][0].pop("tool_call_id", None)
+    else:
+        del row["tools"]
+    with pytest.raises(ChatTemplateError, match="leaves tools out, such as 'look_up'"):
+        TokenMasker(family_tokenizer("chatml")).encode(chat(row))
+    assert TokenMasker(family_tokenizer("qwen2.5")).encode(chat(row))
+
+
 def test_answers_without_an_end_and_other_prompts_are_counted() -> None:
     tokenizer = family_tokenizer.__wrapped__("chatml")
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
