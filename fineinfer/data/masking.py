@@ -32,6 +32,7 @@ class TokenMasker:
         train_on: One of TRAIN_ON: every answer of the assistant, its last one, what the row has as completion (in a
             conversation: the answers after the last user message), or all tokens. None: ``completion`` where the row
             has one, else ``assistant``. The weights of single messages hold besides.
+        longest: Tokens behind this place are cut off or refused later, so it does not matter which of them are trained.
 
     Attributes:
         template: The chat template.
@@ -40,8 +41,8 @@ class TokenMasker:
         num_other_prompts: Trained messages so far that follow something else than what a request would end with.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str | None = None) -> None:
-        self._tokenizer, self._train_on = tokenizer, train_on
+    def __init__(self, tokenizer: Any, train_on: str | None = None, longest: int = 1 << 30) -> None:
+        self._tokenizer, self._train_on, self._longest = tokenizer, train_on, longest
         self.template = ChatTemplate(tokenizer)
         self.method = "generation_marks" if _GENERATION_MARK.search(self.template.source) else "prefix"
         self.num_unended = self.num_other_prompts = 0
@@ -109,6 +110,8 @@ class TokenMasker:
                 start, end = self._prefix_span(rendered, index, index + 1 == len(plain))
             self.num_unended += rendered.ids[end - 1] not in self._end_ids
             mask[start:end] = [1 - usual] * (end - start)
+            if start >= self._longest:  # each answer costs a rendering of all before it
+                break
         return rendered.ids, mask
 
     def _trained(self, chat: Chat, answers: list[int]) -> set[int]:

@@ -129,7 +129,7 @@ class Judge:
         if self._load is None:
             return [], []
         if self.masker is None:
-            self.masker = TokenMasker(self._load(), self._settings.train_on)
+            self.masker = TokenMasker(self._load(), self._settings.train_on, self._max_seq_length)
         where = FORMATS[str(self.format)].signs[-1]
         try:
             ids, mask = self.masker.encode(example)
