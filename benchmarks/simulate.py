@@ -2,50 +2,59 @@
 
     python benchmarks/simulate.py --rate 16 --seconds 60 --lengths sharegpt_lengths.csv --policy slo inference-first
     python benchmarks/simulate.py --trace azure_llm_trace_conv.csv --speed 2 --policy slo --slo-tpot-ms 20
-    python benchmarks/simulate.py --adversarial 2000
+    python benchmarks/simulate.py --rate 24 --lengths chat.csv code.csv --admission known predicted pooled strict
+    python benchmarks/simulate.py --adversarial 1000000 --overload 2 --max-model-len 1024 --policy slo
 
 Real are Scheduler, policies, LatencyModel, LengthPredictor and KVCache; simulated is the time of every step and unit
 of training (``CostModel``). A job that never ends trains beside the requests. Tokens are known when their step ends:
 there is no launch-ahead, no HTTP, no host time beyond ``host_s``. Prints a row a policy and appends to
-benchmarks/results/simulation.csv. Exits with 1 if a request starves or the KV accounting breaks.
+benchmarks/results/simulation.csv. Exits with 1 if a request starves, if the policy ``slo`` trains less than its
+guaranteed share, or if the KV accounting breaks.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
-import csv
 import dataclasses
 import functools
 import itertools
 import json
+import math
 import random
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from arrivals import Arrival, hostile, in_bursts, poisson, read_trace
 from harness import percentile, read_lengths, write_csv
 
 from fineinfer.config import SETTINGS
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.slot_allocator import IntegrityError
 from fineinfer.request import FinishReason, SamplingParams
-from fineinfer.scheduler.admission import MAX_PREEMPTIONS
+from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import StepPlan
 from fineinfer.scheduler.scheduler import MIN_PREFILL_ROWS, Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
-from fineinfer.scheduler.slo import SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.slo import SHARE_WINDOW_S, SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.waiting import AGED_EVERY, AGED_S
 
 RESULTS = Path(__file__).parent / "results" / "simulation.csv"
 POLICIES = ("deferred", "inference-first", "train-first", "slo")
+# Lengths of requests without max_tokens: from their adapter's history; from one history of all; the longest that there
+# can be; and, as a bound, told by the client after all.
+ADMISSIONS = ("predicted", "pooled", "strict", "known")
 POLL_S = 1e-3  # the engine's loop asks the policy again so soon when neither requests nor training may run
 STALL_S = 60.0  # no step for so long although a request waits: hundreds of updates, nothing legitimate takes it
 MAX_MIXED_TOKENS = 512  # the engine's own on CUDA
+BURST_S, MEAN_LOAD = 120.0, 0.7  # an overload lasts so long, then a pause brings the mean down to so much of capacity
+CAPACITY_SAMPLE = 3000  # requests, all at once
+SHARE_TOLERANCE = 0.01  # a unit or a forward over the end of a window
 
 
 @dataclass(frozen=True)
@@ -121,21 +130,12 @@ class CostModel:
         return self.gemm(num_prompt) + self.head_s + self.prefill_pairs_s(0, num_prompt), token_s
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request as it comes: when, its prompt and output tokens, and whether it says how long its output may be."""
-
-    due_s: float
-    num_prompt: int
-    num_output: int
-    has_max_tokens: bool = True
-
-
 @dataclass(frozen=True)
 class Setup:
     """The engine's side, with the meaning of the flags of ``fineinfer serve``; times in seconds, sizes in tokens."""
 
     policy: str = "slo"
+    admission: str = "predicted"
     targets: SloTargets = field(default_factory=SloTargets)
     deferral_bound_s: float = 1.0
     max_num_seqs: int = 256
@@ -157,6 +157,8 @@ class Request:
         held_s: Seconds trained until it came; from its first token on, those while it waited.
         rows_ahead: Prompt tokens of requests without a first token when it came, its own among them.
         first_token_s: When its first token came.
+        num_older: Requests that waited when it came.
+        num_preempted: Preemptions until it came.
     """
 
     arrival: Arrival
@@ -166,6 +168,8 @@ class Request:
     held_s: float
     rows_ahead: int
     first_token_s: float = 0.0
+    num_older: int = 0
+    num_preempted: int = 0
 
 
 @dataclass
@@ -179,6 +183,7 @@ class Outcome:
     num_unfinished: int = 0
     tokens_asked: int = 0
     tokens_out: int = 0
+    tokens_good: int = 0  # of requests that kept the targets
     last_token_s: float = 0.0
     trained_s: float = 0.0  # until the horizon
     horizon_s: float = 0.0
@@ -187,6 +192,8 @@ class Outcome:
     pace: float = 1.0
     full_forward_s: float = 0.0  # the longest forward that there can be
     longest_pause_s: float = 0.0  # of a preempted request, until its next token
+    passed_over: float = 0.0  # most admissions past an aged request, over as many as WaitingQueue allows
+    windows_s: list[float] = field(default_factory=list)  # trained in each window of the guarantee; ``slo`` only
     broken: str | None = None
     run_s: float = 0.0
     end_s: float = 0.0
@@ -197,9 +204,15 @@ class Outcome:
         return self.trained_s / self.horizon_s
 
     @property
-    def longest_wait_s(self) -> float:
-        """Longest time to a first token."""
-        return max(self.ttft, default=0.0)
+    def least_share(self) -> float | None:
+        """Least part of any window until the horizon that was trained; None where nothing is guaranteed."""
+        whole = self.windows_s[: int(self.horizon_s // SHARE_WINDOW_S)]
+        return min(whole) / SHARE_WINDOW_S if whole else None
+
+    def longest_wait_s(self, batch: bool = False) -> float:
+        """Longest time to a first token of all requests, or of those of worse priority."""
+        waits = (r.first_token_s - r.arrival.due_s for r in self.done if r.arrival.priority > 0 or not batch)
+        return max(waits, default=0.0)
 
     def wait_ratio(self) -> float:
         """Largest wait for a first token over what the requests ahead, its own prompt and one full forward take.
@@ -211,6 +224,7 @@ class Outcome:
         waits = (
             (r.first_token_s - r.arrival.due_s - r.held_s) / (r.work_s + r.prefill_s + self.full_forward_s)
             for r in self.done
+            if r.arrival.priority == 0
         )
         return max(waits, default=0.0)
 
@@ -221,14 +235,28 @@ class Outcome:
             The request, the prompts of two tokens and more that overtook it, and those of one token: these ride along
             with the decode rows, one row each, before any longer prompt.
         """
-        prompts, riders = list[float](), list[float]()  # first tokens of all that arrived later, ascending
+        # Negative first tokens of all that arrived later, ascending: those of earlier arrivals mostly go to the end.
+        prompts, riders = list[float](), list[float]()
         newest_first = sorted(self.done, key=lambda r: -r.arrival.due_s)
         for _, group in itertools.groupby(newest_first, key=lambda r: r.arrival.due_s):
             together = list(group)
             for r in together:
-                yield r, bisect.bisect_left(prompts, r.first_token_s), bisect.bisect_left(riders, r.first_token_s)
+                first_s = -r.first_token_s
+                yield (
+                    r,
+                    len(prompts) - bisect.bisect_right(prompts, first_s),
+                    len(riders) - bisect.bisect_right(riders, first_s),
+                )
             for r in together:
-                bisect.insort(prompts if r.arrival.num_prompt > 1 else riders, r.first_token_s)
+                bisect.insort(prompts if r.arrival.num_prompt > 1 else riders, -r.first_token_s)
+
+
+class _Strict(LengthPredictor):
+    """Every request may be as long as there can be."""
+
+    def predict(self, sequence: Sequence) -> tuple[int, int]:
+        left = max(1, sequence.max_output_left)
+        return left, left
 
 
 class Simulation:
@@ -249,6 +277,10 @@ class Simulation:
         )
         self._latency = LatencyModel()
         self._scheduler = Scheduler(self._kv, limits, self._policy, self._latency)
+        if setup.admission == "strict":
+            self._scheduler.predictor = _Strict()
+        self._pass_on, self._admitted_s = self._scheduler.waiting.admitted, list[float]()
+        self._scheduler.waiting.admitted = self._admitted  # type: ignore[method-assign]
         self._gemm_s = [cost.gemm(rows) + cost.head_s + cost.host_s for rows in range(setup.max_num_batched_tokens + 1)]
         # a training unit's kind and seconds, and what the scheduler is told before it; the estimates are exact
         half = cost.train_units // 2
@@ -317,14 +349,35 @@ class Simulation:
             return
         self._rows += arrival.num_prompt
         alone_s = self._cost.alone_s(arrival.num_prompt)
-        request = Request(arrival, *alone_s, self._work_s, self._trained_s, self._rows)
+        request = Request(
+            arrival, *alone_s, self._work_s, self._trained_s, self._rows,
+            num_older=len(self._scheduler.waiting), num_preempted=self._scheduler.num_preemptions,
+        )  # fmt: skip
         self._work_s += request.prefill_s + arrival.num_output * request.token_s
         name = str(len(self._requests) + len(self.outcome.done))
         self._requests[name] = request
         self.outcome.tokens_asked += arrival.num_output
-        sampling = _sampling(arrival.num_output if arrival.has_max_tokens else None)
-        total = asked if arrival.has_max_tokens else self._limit
-        self._scheduler.add(Sequence(name, b"", [1] * arrival.num_prompt, sampling, total, arrival.due_s))
+        told = arrival.has_max_tokens or self._setup.admission == "known"
+        sequence = Sequence(
+            name, b"", [1] * arrival.num_prompt, _sampling(arrival.num_output if told else None),
+            asked if told else self._limit, arrival.due_s, priority=arrival.priority,
+            adapter_name=None if self._setup.admission == "pooled" else arrival.adapter,
+        )  # fmt: skip
+        self._scheduler.add(sequence)
+
+    def _admitted(self, sequence: Sequence) -> None:
+        """A request joins: how many others did since it had waited for long, and how many WaitingQueue allows.
+
+        Ahead of it may be whoever waited when it came, and whoever was preempted since.
+        """
+        self._pass_on(sequence)
+        if sequence.num_preemptions == 0:
+            request = self._requests[sequence.request_id]
+            passed = len(self._admitted_s) - bisect.bisect_right(self._admitted_s, sequence.arrival_s + AGED_S)
+            returned = self._scheduler.num_preemptions - request.num_preempted
+            allowed = AGED_EVERY * (request.num_older + returned + 1)
+            self.outcome.passed_over = max(self.outcome.passed_over, passed / allowed)
+        self._admitted_s.append(self._now_s)
 
     def _step(self, plan: StepPlan) -> None:
         """One forward: its time, then what it changes."""
@@ -366,9 +419,14 @@ class Simulation:
         outcome.done.append(request)
         outcome.tokens_out += count
         outcome.last_token_s = self._now_s
-        outcome.ttft.append(request.first_token_s - request.arrival.due_s)
+        ttft_s, tpot_s = request.first_token_s - request.arrival.due_s, 0.0
+        outcome.ttft.append(ttft_s)
         if count > 1:
-            outcome.tpot.append((self._now_s - request.first_token_s) / (count - 1))
+            tpot_s = (self._now_s - request.first_token_s) / (count - 1)
+            outcome.tpot.append(tpot_s)
+        targets = self._setup.targets
+        if ttft_s <= (targets.ttft_s or math.inf) and tpot_s <= (targets.tpot_s or math.inf):
+            outcome.tokens_good += count
 
     def _look_at_paused(self) -> None:
         """Note how long preempted requests that have a new token went without one."""
@@ -382,6 +440,10 @@ class Simulation:
         self._unit = (self._unit + 1) % len(self._units)
         if self._now_s < self.outcome.horizon_s:
             self.outcome.trained_s += took
+        if self._setup.policy == "slo":
+            windows, index = self.outcome.windows_s, int(self._now_s // SHARE_WINDOW_S)
+            windows += [0.0] * (index + 1 - len(windows))
+            windows[index] += took
         self._now_s += took
         self._trained_s += took
         self._latency.observe(kind, self._cost.train_rows, took)
@@ -405,63 +467,7 @@ def _sampling(max_tokens: int | None) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0)
 
 
-# ---------------------------------------------------------------- arrivals
-
-
-def poisson(rate: float, seconds: float, lengths: list[tuple[int, int]], seed: int) -> Iterator[Arrival]:
-    """Arrivals at ``rate`` a second with lengths drawn from those given."""
-    rng, now = random.Random(seed), 0.0
-    while rate > 0 and (now := now + rng.expovariate(rate)) < seconds:
-        yield Arrival(now, *rng.choice(lengths))
-
-
-def read_trace(path: Path, speed: float = 1.0, seconds: float | None = None) -> list[Arrival]:
-    """Arrivals of a trace CSV with columns TIMESTAMP, ContextTokens, GeneratedTokens; the first comes at 0.
-
-    Args:
-        path: The file; rows in any order.
-        speed: The time between arrivals is divided by this.
-        seconds: Only arrivals before this time on the divided clock.
-
-    Raises:
-        ValueError: A column is missing or a value is none.
-    """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    try:
-        found = [
-            (datetime.fromisoformat(r["TIMESTAMP"]), int(r["ContextTokens"]), int(r["GeneratedTokens"])) for r in rows
-        ]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: needs the columns TIMESTAMP, ContextTokens, GeneratedTokens") from error
-    found.sort(key=lambda row: row[0])
-    arrivals = [
-        Arrival((when - found[0][0]).total_seconds() / speed, max(1, num_prompt), max(1, num_output))
-        for when, num_prompt, num_output in found
-    ]
-    return [arrival for arrival in arrivals if seconds is None or arrival.due_s < seconds]
-
-
-def hostile(count: int, longest: int, seed: int) -> list[Arrival]:
-    """Mixes that try to starve someone, in random order and overlapping.
-
-    Prompts of nearly the longest length all at once; floods of one-token requests; requests without max_tokens, short
-    ones first, so that those behind them are predicted short and are not.
-    """
-    rng, now, arrivals = random.Random(seed), 0.0, list[Arrival]()
-    while len(arrivals) < count:
-        mix = rng.randrange(3)
-        if mix == 0:
-            sizes = [longest - 64 - rng.randrange(longest // 4) for _ in range(rng.randint(2, 16))]
-            arrivals += [Arrival(now, max(1, size), rng.randint(1, 64)) for size in sizes]
-        elif mix == 1:
-            arrivals += [Arrival(now + i * 1e-3, rng.randint(1, 64), 1) for i in range(200)]
-        else:
-            arrivals += [Arrival(now, rng.randint(1, 256), rng.randint(1, 8), False) for _ in range(16)]
-            outputs = [rng.randint(longest // 8, longest // 3) for _ in range(16)]
-            arrivals += [Arrival(now + 0.5, rng.randint(1, 256), output, False) for output in outputs]
-        now += rng.expovariate(0.5)
-    return sorted(arrivals[:count], key=lambda arrival: arrival.due_s)
+# ---------------------------------------------------------------- verdicts
 
 
 def starved(outcome: Outcome, setup: Setup) -> str | None:
@@ -472,11 +478,14 @@ def starved(outcome: Outcome, setup: Setup) -> str | None:
     request is admitted on its strict peak. Prompts of one token pass in every forward, as many as there are rows, but
     each forward also computes ``MIN_PREFILL_ROWS`` of the prompts ahead, once more after a preemption. The work ahead
     is done once more then as well, which bounds the wait.
+    Those of worse priority let all others pass for ``AGED_S`` and then seven of eight, which ``passed_over`` checks.
     """
     if outcome.num_unfinished:
         return f"{outcome.num_unfinished} requests wait although nothing ran for {STALL_S:.0f} s"
     seqs = setup.max_num_seqs
     for request, num_prompts, num_riders in outcome.overtaken():
+        if request.arrival.priority > 0:
+            continue
         num_forwards = (2 + request.rows_ahead // MIN_PREFILL_ROWS) * (1 + MAX_PREEMPTIONS)
         kinds = (("", num_prompts, seqs * MAX_PREEMPTIONS), ("one-token ", num_riders, seqs * num_forwards))
         for what, num, bound in kinds:
@@ -485,6 +494,11 @@ def starved(outcome: Outcome, setup: Setup) -> str | None:
     ratio = outcome.wait_ratio()
     if ratio > 1 + MAX_PREEMPTIONS:
         return f"a request waited {ratio:.1f} times as long as all the work ahead of it takes, one after the other"
+    if outcome.passed_over > 1:
+        return f"{outcome.passed_over:.1f} times as many requests as may passed one that had waited {AGED_S:.0f} s"
+    share, least = outcome.least_share, setup.targets.train_share_min - SHARE_TOLERANCE
+    if share is not None and setup.policy == "slo" and share < least:
+        return f"in some {SHARE_WINDOW_S:.0f} s only {share:.1%} of the time was trained"
     return None
 
 
@@ -497,6 +511,9 @@ def row_of(case: str, setup: Setup, cost: CostModel, outcome: Outcome) -> dict[s
     return {
         "case": case,
         "policy": setup.policy,
+        "training": str(setup.training).lower(),
+        "admission": setup.admission,
+        "kv_slots": setup.kv_slots,
         "slo_ttft_ms": "" if targets.ttft_s is None else round(1e3 * targets.ttft_s, 3),
         "slo_tpot_ms": "" if targets.tpot_s is None else round(1e3 * targets.tpot_s, 3),
         "requests": len(outcome.done),
@@ -507,14 +524,18 @@ def row_of(case: str, setup: Setup, cost: CostModel, outcome: Outcome) -> dict[s
         "tpot_p50_ms": round(1e3 * percentile(outcome.tpot, 0.5), 2),
         "tpot_p99_ms": round(1e3 * percentile(outcome.tpot, 0.99), 2),
         "output_tok_s": round(outcome.tokens_out / max(outcome.last_token_s, 1e-9), 1),
+        "goodput_tok_s": round(outcome.tokens_good / max(outcome.last_token_s, 1e-9), 1),
         "train_share": round(outcome.train_share, 4),
+        "least_train_share": "" if outcome.least_share is None else round(outcome.least_share, 4),
         "train_tok_s": round(outcome.train_tok_s, 1),
         "preemptions": outcome.num_preemptions,
         "pace": round(outcome.pace, 3),
-        "longest_wait_s": round(outcome.longest_wait_s, 3),
+        "longest_wait_s": round(outcome.longest_wait_s(), 3),
+        "longest_batch_wait_s": round(outcome.longest_wait_s(batch=True), 3),
         "longest_pause_s": round(outcome.longest_pause_s, 3),
         "wait_ratio": round(outcome.wait_ratio(), 3),
-        "overtaken": max((prompts + riders for _, prompts, riders in outcome.overtaken()), default=0),
+        "overtaken": max((p + r for who, p, r in outcome.overtaken() if who.arrival.priority == 0), default=0),
+        "passed_over": round(outcome.passed_over, 3),
         "simulated_s_per_s": round(outcome.end_s / max(outcome.run_s, 1e-9), 1),
         "simulated": "true",
         "cost_model": cost.name,
@@ -534,17 +555,20 @@ def print_table(rows: list[dict[str, object]]) -> None:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """The command line; flags of ``fineinfer serve`` keep their names and parsers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    load = parser.add_mutually_exclusive_group(required=True)
+    load = parser.add_mutually_exclusive_group()
     load.add_argument("--rate", type=float, nargs="+", help="Poisson arrivals a second, one run each; needs --lengths")
     load.add_argument("--trace", type=Path, help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
     load.add_argument("--adversarial", type=int, metavar="N", help="N arrivals of hostile mixes")
     parser.add_argument("--seconds", type=float, help="of arrivals and training; default: 60, or the whole trace")
-    parser.add_argument("--lengths", type=Path, help="CSV of prompt and output tokens")
+    parser.add_argument("--lengths", type=Path, nargs="+", help="CSV of prompt and output tokens; several: by adapter")
+    parser.add_argument("--overload", type=float, metavar="X", help=f"X times the capacity, for {BURST_S:.0f} s a time")
+    parser.add_argument("--repeat", type=int, default=1, help="the trace so many times")
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace's clock")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--without-max-tokens", type=float, default=0.0, help="part of the requests that set none")
     parser.add_argument("--no-training", action="store_true", help="requests alone")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--admission", nargs="+", choices=ADMISSIONS, default=["predicted"])
     numbers = ("deferral_bound_s", "slo_ttft_ms", "slo_tpot_ms", "train_share_min", "train_share_max", "max_model_len")
     for name in (*numbers, "max_num_seqs", "max_num_batched_tokens"):
         setting = SETTINGS[name]
@@ -557,18 +581,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--write-cost-model", type=Path, help="write the cost model here")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV that the rows are appended to")
     args = parser.parse_args(argv)
-    if args.rate and args.lengths is None:
-        parser.error("--rate needs --lengths")
+    if not (args.trace or args.adversarial or (args.lengths and bool(args.rate) != bool(args.overload))):
+        parser.error("--trace, --adversarial, or --lengths with --rate or --overload is needed")
     if args.train_share_min > args.train_share_max:
         parser.error("--train-share-min is above --train-share-max")
     return args
 
 
-def make_setup(args: argparse.Namespace, policy: str) -> Setup:
+def make_setup(args: argparse.Namespace, policy: str, admission: str) -> Setup:
     """The engine's side of the command line."""
     ttft_s, tpot_s = (None if ms is None else 1e-3 * ms for ms in (args.slo_ttft_ms, args.slo_tpot_ms))
     return Setup(
         policy=policy,
+        admission=admission,
         targets=SloTargets(ttft_s, tpot_s, args.train_share_min, args.train_share_max),
         deferral_bound_s=args.deferral_bound_s,
         max_num_seqs=args.max_num_seqs,
@@ -579,25 +604,46 @@ def make_setup(args: argparse.Namespace, policy: str) -> Setup:
     )
 
 
-def make_loads(args: argparse.Namespace, longest: int) -> Iterator[tuple[str, list[Arrival], float]]:
-    """What to run: the case's name, its arrivals, and the seconds that count for training."""
+def capacity(arrivals: list[Arrival], setup: Setup, cost: CostModel) -> float:
+    """Requests a second of such a mix, were they all there at once and nothing trained."""
+    at_once = [dataclasses.replace(arrival, due_s=0.0) for arrival in arrivals[:CAPACITY_SAMPLE]]
+    alone = dataclasses.replace(setup, policy="inference-first", training=False)
+    outcome = Simulation(alone, cost).run(at_once, 1.0)
+    return len(outcome.done) / outcome.last_token_s
+
+
+def mixed(rate: float, seconds: float, files: list[Path], seed: int) -> list[Arrival]:
+    """Poisson arrivals with the lengths of the files; if there are several, each is an adapter's, at equal rates."""
+    arrivals = list[Arrival]()
+    for i, path in enumerate(files):
+        adapter = path.stem if len(files) > 1 else None
+        own = poisson(rate / len(files), seconds, read_lengths(path), seed + i)
+        arrivals += [dataclasses.replace(arrival, adapter=adapter) for arrival in own]
+    return sorted(arrivals, key=lambda arrival: arrival.due_s)
+
+
+def make_loads(
+    args: argparse.Namespace, setup: Setup, cost: CostModel
+) -> Iterator[tuple[str, list[Arrival], float | None]]:
+    """What to run: the case's name, its arrivals, and the seconds that count for training (None: until the last)."""
+    longest, seconds = min(setup.max_model_len, setup.kv_slots), args.seconds or 60.0
     if args.trace is not None:
-        arrivals = read_trace(args.trace, args.speed, args.seconds)
-        loads = [(f"{args.trace.stem} x{args.speed:g}", arrivals, args.seconds)]
+        case = f"{args.trace.stem} x{args.speed:g}" + (f", {args.repeat} times" if args.repeat > 1 else "")
+        yield case, read_trace(args.trace, args.speed, args.seconds, args.repeat), args.seconds
     elif args.adversarial is not None:
-        loads = [(f"adversarial {args.adversarial}", hostile(args.adversarial, longest, args.seed), args.seconds)]
+        case, arrivals = f"adversarial {args.adversarial}", hostile(args.adversarial, longest, args.seed)
+        if args.overload:
+            rate = args.overload * capacity(arrivals, setup, cost)
+            arrivals = in_bursts(arrivals, rate, BURST_S, BURST_S * (args.overload / MEAN_LOAD - 1))
+            case += f", bursts of {rate:.1f}/s, {args.overload:g} times capacity"
+        yield case, arrivals, args.seconds
+    elif args.overload:
+        rate = args.overload * capacity(mixed(100.0, CAPACITY_SAMPLE / 100, args.lengths, args.seed), setup, cost)
+        case = f"poisson {rate:.1f}/s, {args.overload:g} times capacity"
+        yield case, mixed(rate, BURST_S, args.lengths, args.seed), BURST_S
     else:
-        lengths, seconds = read_lengths(args.lengths), args.seconds or 60.0
-        loads = [
-            (f"poisson {rate:g}/s", list(poisson(rate, seconds, lengths, args.seed)), seconds) for rate in args.rate
-        ]
-    rng = random.Random(args.seed)
-    for case, arrivals, seconds in loads:
-        told = [
-            dataclasses.replace(a, has_max_tokens=False) if rng.random() < args.without_max_tokens else a
-            for a in arrivals
-        ]
-        yield case, told, seconds or max(1.0, arrivals[-1].due_s if arrivals else 0.0)
+        for rate in args.rate:
+            yield f"poisson {rate:g}/s", mixed(rate, seconds, args.lengths, args.seed), seconds
 
 
 def main(argv: list[str]) -> int:
@@ -608,8 +654,11 @@ def main(argv: list[str]) -> int:
         cost.save(args.write_cost_model)
     command = " ".join(["benchmarks/simulate.py", *(Path(word).name if "/" in word else word for word in argv)])
     rows, failed = list[dict[str, object]](), False
-    setups = [make_setup(args, policy) for policy in args.policy]
-    for case, arrivals, seconds in make_loads(args, min(setups[0].max_model_len, setups[0].kv_slots)):
+    rng, hidden = random.Random(args.seed), args.without_max_tokens
+    setups = [make_setup(args, policy, admission) for policy in args.policy for admission in args.admission]
+    for case, given, given_s in make_loads(args, setups[0], cost):
+        arrivals = [dataclasses.replace(a, has_max_tokens=False) if rng.random() < hidden else a for a in given]
+        seconds = given_s or max(1.0, arrivals[-1].due_s if arrivals else 0.0)
         for setup in setups:
             outcome = Simulation(setup, cost).run(arrivals, seconds)
             rows.append(row_of(case, setup, cost, outcome))

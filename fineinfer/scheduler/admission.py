@@ -41,6 +41,7 @@ class _History:
     def __init__(self) -> None:
         self._newest: deque[int] = deque()
         self._ordered: list[int] = []
+        self._above: dict[int, tuple[float, float]] = {}  # by the index of the first length that is above
 
     def __len__(self) -> int:
         return len(self._ordered)
@@ -50,6 +51,7 @@ class _History:
         bisect.insort(self._ordered, length)
         if len(self._newest) > HISTORY_LENGTH:
             del self._ordered[bisect.bisect_left(self._ordered, self._newest.popleft())]
+        self._above.clear()
 
     def above(self, generated: int) -> tuple[float, float] | None:
         """Median and 90th percentile (linear, as numpy's) of the lengths above ``generated``; None if too few are."""
@@ -57,7 +59,9 @@ class _History:
         last = len(self._ordered) - 1 - first
         if last + 1 < MIN_SAMPLES:
             return None
-        return self._at(first + 0.5 * last), self._at(first + 0.9 * last)
+        if first not in self._above:
+            self._above[first] = self._at(first + 0.5 * last), self._at(first + 0.9 * last)
+        return self._above[first]
 
     def _at(self, place: float) -> float:
         low = int(place)
@@ -81,7 +85,9 @@ class LengthPredictor:
 
     def predict(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens the sequence will generate still: median and 90th percentile, at least 1, within its own limit."""
-        limit = max(1, sequence.max_output_left)
+        limit = sequence.max_output_left
+        if limit <= 1:
+            return 1, 1
         if sequence.sampling.max_tokens is not None:
             return limit, limit
         generated = len(sequence.output)
@@ -105,8 +111,42 @@ def expected_peak(members: list[Sequence], predictor: LengthPredictor) -> int:
     """
     have = [member.num_tokens for member in members]
     left = [predictor.predict(member) for member in members]
-    medians, most = [pair[0] for pair in left], [pair[1] for pair in left]
-    excess = math.sqrt(sum((high - low) ** 2 for low, high in left))
-    likely = min(peak_tokens(have, medians) + math.ceil(excess), peak_tokens(have, most))
+    likely = peak_tokens(have, [low for low, _ in left])
+    excess = math.sqrt(sum((high - low) ** 2 for low, high in left if high != low))
+    if excess:
+        likely = min(likely + math.ceil(excess), peak_tokens(have, [high for _, high in left]))
     sure = [member for member in members if member.num_preemptions >= MAX_PREEMPTIONS]
+    if not sure:
+        return likely
     return max(likely, peak_tokens((m.num_tokens for m in sure), (m.max_output_left for m in sure)))
+
+
+class PeakCheck:
+    """``expected_peak`` of those that run and one that waits, not computed while it cannot have come down enough.
+
+    In a turn every request that decodes has one slot more and one token less to go; only the one that waits and those
+    still reading their prompts let the peak come down, by a slot each. Medians follow the same rule as long as no
+    request ends; deviations may not, so nothing is taken for granted for more than ``MAX_TURNS``.
+    """
+
+    MAX_TURNS = 16
+
+    def __init__(self) -> None:
+        self._members: list[Sequence] = []
+        self._peak = self._num_slots = self._turns_left = 0
+
+    def __call__(self, members: list[Sequence], predictor: LengthPredictor, num_slots: int) -> int:
+        """The peak; where that is above ``num_slots``, maybe as it was a few turns ago.
+
+        Args:
+            members: Those that run, then the one that waits; asked once a turn.
+            predictor: Of output lengths.
+            num_slots: What the peak must not exceed.
+        """
+        self._turns_left -= 1
+        if self._turns_left < 0 or num_slots != self._num_slots or members != self._members:
+            self._members, self._num_slots = members, num_slots
+            self._peak = expected_peak(members, predictor)
+            num_still = 1 + sum(member.num_uncomputed != 1 for member in members[:-1])
+            self._turns_left = min(self.MAX_TURNS, (self._peak - num_slots - 1) // num_still)
+        return self._peak

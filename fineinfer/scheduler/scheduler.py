@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason
-from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor, expected_peak
+from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor, PeakCheck, expected_peak
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import Chunk, PlanDraft, StepPlan
 from fineinfer.scheduler.policy import LoadState, Policy
@@ -84,6 +84,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # by rank: who is last gives way first
         self.predictor = LengthPredictor()
+        self._peak = PeakCheck()
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -148,8 +149,8 @@ class Scheduler:
     def _admit(self, now_s: float, draft: PlanDraft, num_slots: int) -> None:
         """Move waiting requests that fit to the running list, up to the first that does not."""
         while (candidate := self.waiting.next(now_s)) is not None and not candidate.num_in_flight:
-            peak = expected_peak([*self.running, candidate], self.predictor)
             full = len(self.running) >= self._limits.max_num_seqs
+            peak = 0 if full else self._peak([*self.running, candidate], self.predictor, num_slots)
             if full or peak > num_slots:
                 if not full and self._ask(peak, draft):
                     return

@@ -81,12 +81,12 @@ class Sequence:
     @property
     def max_output_left(self) -> int:
         """Most tokens it may still generate."""
-        return self.max_total_tokens - self.num_tokens
+        return self.max_total_tokens - len(self.prompt) - len(self.output) - self.num_in_flight
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to be run; 1 means an ordinary decode step."""
-        return self.num_tokens - self.num_computed
+        return len(self.prompt) + len(self.output) + self.num_in_flight - self.num_computed
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of positions ``[start, stop)``; those in flight are not among them."""

@@ -106,12 +106,14 @@ def test_a_trace_is_read_with_its_times(simulate: ModuleType, tmp_path: Path) ->
         "2023-11-17 00:00:01.0000000,879,55\n"
     )
     arrivals = simulate.read_trace(path, speed=2.0)
-    assert [dataclasses.astuple(a) for a in arrivals] == [
+    assert [dataclasses.astuple(a)[:4] for a in arrivals] == [
         (0.0, 374, 44, True),
         (0.75, 879, 55, True),
         (2.0, 12, 1, True),
     ]
     assert len(simulate.read_trace(path, seconds=3.0)) == 2
+    twice = simulate.read_trace(path, speed=2.0, repeat=2)
+    assert [a.due_s for a in twice] == [0.0, 0.75, 2.0, 2.0, 2.75, 4.0]
     path.write_text("when,ContextTokens,GeneratedTokens\n1,2,3\n")
     with pytest.raises(ValueError, match="TIMESTAMP"):
         simulate.read_trace(path)
@@ -139,17 +141,77 @@ def test_starving_is_being_overtaken_too_often_or_waiting_beyond_the_work_ahead(
     assert simulate.starved(outcome((0.0, 9.0, 9), held_s=4.0), setup) is None
 
 
+def test_starving_is_less_training_than_promised_or_too_many_that_pass(simulate: ModuleType) -> None:
+    setup = simulate.Setup(targets=SloTargets(train_share_min=0.05))
+    outcome = simulate.Outcome(horizon_s=25.0, windows_s=[0.5, 0.39, 0.0])
+    assert outcome.least_share == pytest.approx(0.039), "the last window is not whole"
+    assert "only 3.9% of the time" in simulate.starved(outcome, setup)
+    assert simulate.starved(outcome, dataclasses.replace(setup, policy="deferred")) is None
+    outcome = simulate.Outcome(horizon_s=5.0, passed_over=1.5)
+    assert outcome.least_share is None and "1.5 times as many" in simulate.starved(outcome, setup)
+
+
+def test_batch_requests_pass_seven_of_eight_by_and_no_more(
+    simulate: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = list(simulate.poisson(100, 60, [(60, 8)], 3))  # more than four rows can serve
+    arrivals = [dataclasses.replace(a, priority=i % 10 == 0) for i, a in enumerate(arrivals)]
+    setup = simulate.Setup("inference-first", max_num_seqs=4, training=False)
+    outcome = simulate.Simulation(setup, simulate.CostModel()).run(arrivals, 60.0)
+    assert 0.1 < outcome.passed_over <= 1.0 and simulate.starved(outcome, setup) is None
+    assert outcome.longest_wait_s(batch=True) == outcome.longest_wait_s() > 10.0
+    monkeypatch.setattr("fineinfer.scheduler.waiting.AGED_EVERY", 10**6)
+    outcome = simulate.Simulation(setup, simulate.CostModel()).run(arrivals, 60.0)
+    assert outcome.passed_over > 1.0 and "as may passed one" in simulate.starved(outcome, setup)
+
+
+def test_an_overload_is_a_multiple_of_the_capacity_and_training_keeps_its_share(simulate: ModuleType) -> None:
+    setup, cost = simulate.Setup(max_num_seqs=16, targets=TARGETS), simulate.CostModel()
+    sample = list(simulate.poisson(100, 10, LENGTHS, 3))
+    capacity = simulate.capacity(sample, setup, cost)
+    shares, busy_s = [], []
+    for factor in (0.5, 2.0):
+        arrivals = list(simulate.poisson(factor * capacity, 30, LENGTHS, 4))
+        outcome = simulate.Simulation(setup, cost).run(arrivals, 30.0)
+        assert simulate.starved(outcome, setup) is None
+        shares.append(outcome.least_share)
+        busy_s.append(outcome.last_token_s)
+    assert shares[0] > 0.1 and shares[1] == pytest.approx(0.05, abs=0.01)
+    assert busy_s[0] < 35.0 and busy_s[1] == pytest.approx(2 * 30.0, rel=0.15)
+    bursts = simulate.in_bursts(sample, rate=200.0, burst_s=2.0, pause_s=3.0)
+    assert [dataclasses.astuple(a)[1:] for a in bursts] == [dataclasses.astuple(a)[1:] for a in sample]
+    assert all(a.due_s % 5.0 <= 2.0 + 1e-9 for a in bursts) and bursts[-1].due_s == pytest.approx(12.0, abs=1.0)
+
+
+def test_predicted_lengths_serve_more_than_strict_ones(simulate: ModuleType, tmp_path: Path) -> None:
+    files = []
+    for name, output in (("brief", 4), ("long", 120)):
+        files.append(tmp_path / f"{name}.csv")
+        files[-1].write_text("prompt,output\n" + "".join(f"{40 + i},{output + i}\n" for i in range(8)))
+    results = tmp_path / "rows.csv"
+    flags = ["--rate", "20", "--seconds", "30", "--lengths", *map(str, files), "--policy", "slo", "--slo-tpot-ms", "20"]
+    sizes = ["--kv-slots", "1500", "--max-model-len", "512", "--slo-ttft-ms", "300", "--without-max-tokens", "1"]
+    kinds = ["known", "predicted", "pooled", "strict"]
+    assert simulate.main([*flags, *sizes, "--admission", *kinds, "--results", str(results)]) == 0
+    with results.open() as file:
+        rows = {row["admission"]: row for row in csv.DictReader(file)}
+    good = {kind: float(rows[kind]["goodput_tok_s"]) for kind in kinds}
+    assert good["known"] >= good["predicted"] > 1.5 * good["strict"]
+    preemptions = {kind: int(rows[kind]["preemptions"]) for kind in kinds}
+    assert preemptions["strict"] == preemptions["known"] == 0 < preemptions["predicted"] < preemptions["pooled"]
+
+
 def test_hostile_mixes_preempt_but_starve_nobody(
     simulate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--adversarial", "240", "--max-model-len", "2048", "--kv-slots", "4096", "--policy", "slo", "deferred"]
+    flags = ["--adversarial", "400", "--max-model-len", "2048", "--kv-slots", "4096", "--policy", "slo", "deferred"]
     results = tmp_path / "rows.csv"
-    assert simulate.main([*flags, "--results", str(results)]) == 0
+    assert simulate.main([*flags, "--overload", "2", "--results", str(results)]) == 0
     with results.open() as file:
         rows = list(csv.DictReader(file))
     assert [row["policy"] for row in rows] == ["slo", "deferred"]
     for row in rows:
-        assert (row["requests"], row["unfinished"], row["simulated"]) == ("240", "0", "true")
+        assert (row["requests"], row["unfinished"], row["simulated"]) == ("400", "0", "true")
         assert int(row["preemptions"]) > 0 and row["cost_model"] == "8b-h100"
     assert "8b-h100" in capsys.readouterr().out
 
