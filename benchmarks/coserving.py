@@ -42,13 +42,12 @@ from fineinfer.model.resolve import resolve_model_path
 POLICIES = ("slo", "deferred", "inference-first", "train-first")
 PIECES = ("alone", "policies", "trace", "peak", "burst", "plot")
 READY_S = 300.0
-TRACE_MODEL_LEN = (
-    8192  # longer prompts are cut: 8 % of the conversations are beyond 4,096 tokens, 1 in 20,000 beyond this
-)
+# Longer prompts are cut: 8 % of the conversations are beyond 4,096 tokens, 1 in 20,000 beyond this.
+TRACE_MODEL_LEN = 8192
 NUM_ROWS = 512
 TEMPLATE_TOKENS = 8  # of a row, besides its answer, with the tokenizer of a shape
 PEER = "vLLM 0.25.1 + layer-sliced trainer as second process, other call on 2026-11-27"
-PEERS = {  # shared/PERFORMANCE.md: by rate, training tok/s, TPOT p99 and TTFT p99 in ms
+PEERS = {  # measured on one H100; by rate: training tok/s, TPOT p99 and TTFT p99 in ms
     16.0: {"train": 7209, "tpot-p99": 32.6, "ttft-p99": 124},
     4.0: {"train": 7537, "tpot-p99": 20.4, "ttft-p99": 89},
 }

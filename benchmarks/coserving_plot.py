@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 Point = tuple[float, float]  # TPOT p99 in ms, training tok/s
-# The two processes of shared/PERFORMANCE.md (one H100, 2026-11-27): vLLM 0.25.1 with half the memory beside a trainer.
+# Two processes on one H100, measured on 2026-11-27: vLLM 0.25.1 with half the memory beside a trainer.
 PEERS: dict[str, dict[float, Point]] = {
     "vLLM + PEFT 1 x 1024": {4.0: (20.2, 3482), 16.0: (28.7, 3318)},
     "vLLM + PEFT 4 x 1024, checkpointed": {16.0: (29.4, 2785)},

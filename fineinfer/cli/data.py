@@ -76,7 +76,7 @@ def preview(
     json: JsonOption = False,
     **flags: Any,
 ) -> None:
-    """Show the first rows as the model (default: the embedded one) sees them: green, or [[so]], is trained."""
+    """Show the first rows as the model (default: embedded) sees them: green, or in double brackets, is trained."""
     import msgspec
 
     judge, shown = _judge(path, model, flags, True), []

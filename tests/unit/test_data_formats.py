@@ -292,6 +292,26 @@ def test_rows_in_are_rows_trained_and_rows_reported(tmp_path: Path, kinds: list[
         assert len(lines) == min(20, verdict.total) and verdict.total >= len(bad)
 
 
+@pytest.mark.parametrize(
+    ("row", "code", "param"),
+    [
+        ({"input_ids": [1, 10**6]}, "invalid_token", "input_ids"),
+        ({"input_ids": [1, -1]}, "invalid_token", "input_ids"),
+        ({"input_ids": []}, "no_trainable_tokens", "input_ids"),
+        ({"input_ids": [1, 2, 3], "labels": [1, -100, -100]}, "no_trainable_tokens", "input_ids"),
+        ({"text": "x" * 900}, "too_long", "text"),
+        ({"prompt": "q", "completion": "x" * 900}, "too_long", "completion"),
+        ({"messages": [ANSWER, USER, ANSWER]}, "template_error", "messages"),
+    ],
+)
+def test_what_only_tokens_show(tmp_path: Path, row: dict[str, Any], code: str, param: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n" + json.dumps(row))
+    judge = Judge(path, DataSettings(), 64, lambda: family_tokenizer("chatml"))
+    assert list(judge.examples()) == [] and judge.refused
+    assert [(problem.line, problem.code, problem.param) for problem in judge.report().first] == [(2, code, param)]
+
+
 # ---------------------------------------------------------------- 500 mutated files
 
 Mutation = Callable[[dict[str, Any], random.Random], Any]

@@ -86,7 +86,8 @@ def test_all_tokens_but_answers_of_weight_zero(name: str) -> None:
         ids, mask = masker.encode(chat(row))
         text = "".join(piece for piece, _ in FAMILIES[name].segments(row["messages"], row.get("tools")))
         assert ids == encode_text(family_tokenizer(name), text, False)
-        untrained = [token for token, flag in zip(ids, mask, strict=True) if not flag]
+        assert mask[0] == 0  # nothing stands before it
+        untrained = [token for token, flag in zip(ids[1:], mask[1:], strict=True) if not flag]
         if any(off):
             want_ids, want_mask = expected(name, row, off)
             assert untrained == [token for token, flag in zip(want_ids, want_mask, strict=True) if flag]
@@ -157,7 +158,7 @@ def test_prompt_ids_are_those_of_a_completion_request(name: str, boundary: str) 
         row = {"prompt": prompt + boundary, "completion": boundary + "brown fox\n"}
         ids, mask = TokenMasker(tokenizer).encode(parse_row(row, 1, "prompt_completion"))
         asked = encode_text(tokenizer, prompt + boundary)
-        assert ids[: len(asked)] == asked and mask == [0] * len(asked) + [1] * (len(ids) - len(asked))
+        assert ids[: len(asked)] == asked and mask[1:] == ([0] * len(asked) + [1] * (len(ids) - len(asked)))[1:]
         assert tokenizer.decode(ids, skip_special_tokens=True).strip() == (row["prompt"] + row["completion"]).strip()
 
 
@@ -176,6 +177,19 @@ def test_a_template_that_moves_the_system_message_is_refused_by_message() -> Non
         TokenMasker(tokenizer).encode(chat(row))
     ids, mask = TokenMasker(tokenizer, "last_assistant").encode(chat(row))
     assert tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]).strip() == "b</s>"
+
+
+@pytest.mark.parametrize("part", ["tools", "tool_calls"])
+def test_a_template_that_leaves_tools_out_is_refused(part: str) -> None:
+    row = next(row for row in conversations("qwen2.5", 20) if any("tool_calls" in m for m in row["messages"]))
+    if part == "tools":
+        row = {"messages": [row["messages"][-2] | {"role": "user"}, row["messages"][-1]], "tools": row["tools"]}
+        row["messages"][0].pop("tool_call_id", None)
+    else:
+        del row["tools"]
+    with pytest.raises(ChatTemplateError, match="leaves tools out, such as 'look_up'"):
+        TokenMasker(family_tokenizer("chatml")).encode(chat(row))
+    assert TokenMasker(family_tokenizer("qwen2.5")).encode(chat(row))
 
 
 def test_answers_without_an_end_and_other_prompts_are_counted() -> None:

@@ -208,6 +208,23 @@ def test_long_rows_are_cut_or_dropped_only_as_asked_for_and_counted(
         assert not isinstance(report, ProblemReport) and (report.examples, report.skipped) == (1, 2)
 
 
+def test_an_endless_conversation_costs_no_more_than_its_first_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    rendered: list[int] = []
+
+    def counting(messages: list[Any], **kwargs: Any) -> str:
+        rendered.append(len(messages))
+        return str(type(tokenizer).apply_chat_template(tokenizer, messages, **kwargs))
+
+    counted = copy.deepcopy(tokenizer)
+    counted.apply_chat_template = counting
+    endless = {"messages": DIALOG * 500}
+    for strategy in ("truncate", "raise"):
+        settings = settings_for(tmp_path, [endless], data=DataSettings(excess_length_strategy=strategy))
+        found = prepare(settings, lambda: counted)
+        assert isinstance(found, ProblemReport) == (strategy == "raise")
+    assert len(rendered) < 40 and sum(length > 100 for length in rendered) == 2
+
+
 def test_bad_rows_are_left_out_only_as_asked_for_and_counted(tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": DIALOG[:2]}, {"messages": DIALOG[:1]}, {"messages": [{}]}, 5]
     report = prepare(settings_for(tmp_path, rows), lambda: tokenizer)

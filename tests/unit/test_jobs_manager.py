@@ -284,6 +284,19 @@ def test_the_real_child_refuses_by_line_and_a_cancel_kills_it(
             assert "line 2: " in error["message"] and 'did you mean "assistant"' in error["message"]
             assert "line 4: " in error["message"]
             assert next(m for m in w.messages(bad) if m.startswith("line ")).startswith("line 2: ")
+            # what the job asks for reaches the child: two formats in one, a bad row, and all tokens trained
+            rows = [{"instruction": "Hi", "output": f"a{n}", "text": "x"} for n in range(3)] + [{"instruction": "Hi"}]
+            asked = {"format": "alpaca", "skip_invalid": True, "train_on": "all"}
+            good = w.submit("good", rows, **asked)
+            await w.until(lambda: good.id in w.started(), 120.0)
+            job = w.store.jobs.require(good.id)
+            assert job.dataset is not None and job.settings is not None and job.settings["batch_size"] == 3
+            found = {key: job.dataset[key] for key in ("format", "examples", "skipped", "problems")}
+            assert found == {"format": "alpaca", "examples": 3, "skipped": 1, "problems": {"missing_field": 1}}
+            assert job.dataset["trainable_tokens"] == job.dataset["tokens"] - 3  # all but the first of each
+            messages = w.messages(good)
+            assert any("3 examples (alpaca)" in m and "1 rows left out" in m for m in messages), messages
+            assert any("'text' is not used" in m for m in messages), messages
         finally:
             await w.close()
 
