@@ -172,7 +172,7 @@ def test_another_program_gets_the_memory_that_the_budget_loses(make) -> None:
 
 
 class StubTrainer:
-    num_layers, micro_batch_open, micro_batch_tokens = 4, False, 10
+    num_layers, micro_batch_open, micro_batch_tokens, can_drop = 4, False, 10, True
 
     def next_micro_batch_tokens(self) -> int:
         return 10

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
-from fineinfer.scheduler.admission import HISTORY_LENGTH, MAX_PREEMPTIONS, LengthPredictor, expected_peak, peak_tokens
+from fineinfer.scheduler.admission import (
+    HISTORY_LENGTH,
+    MAX_PREEMPTIONS,
+    LengthPredictor,
+    PeakCheck,
+    expected_peak,
+    peak_tokens,
+)
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.policy import POLICIES
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
@@ -248,6 +255,38 @@ def test_the_excess_over_the_medians_averages_out_but_one_request_counts_whole()
     assert many == 100 * (5 + median) + 10 * (most - median)
     told = [request("x", 5, 12), request("y", 7, 30)]
     assert expected_peak(told, predictor) == peak_tokens([5, 7], [12, 30])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_blocked_request_is_not_judged_anew_each_turn_and_not_later_than_it_fits(monkeypatch, told: bool):
+    judged, asked, late, rng = [0], [0], [0], random.Random(3)
+
+    def counted(members: list[Sequence], predictor: LengthPredictor) -> int:
+        judged[0] += 1
+        return expected_peak(members, predictor)
+
+    class Checked(PeakCheck):
+        def __call__(self, members: list[Sequence], predictor: LengthPredictor, num_slots: int) -> int:
+            peak = super().__call__(members, predictor, num_slots)
+            asked[0] += 1
+            late[0] += (peak <= num_slots) != (expected_peak(members, predictor) <= num_slots)
+            return peak
+
+    monkeypatch.setattr("fineinfer.scheduler.admission.expected_peak", counted)
+    scheduler, _ = make(num_slots=600, max_rows=8, batched=32)
+    scheduler._peak = Checked()
+    outputs: dict[str, int] = {}
+    for turn in range(3000):
+        if len(scheduler.waiting) < 3:
+            name, output = str(turn), rng.randint(1, 150)
+            outputs[name] = output
+            scheduler.add(request(name, rng.randint(1, 80), output if told else None, arrival_s=turn, limit=300))
+        for chunk in run_turn(scheduler, turn).chunks:
+            sequence = chunk.sequence
+            if sequence.finish_reason is None and len(sequence.output) >= outputs[sequence.request_id]:
+                scheduler.finish(sequence, FinishReason.STOP)
+    assert asked[0] > 1000 and judged[0] < 0.6 * asked[0]
+    assert late[0] == 0 if told else late[0] < 0.01 * asked[0]
 
 
 def _of(adapter: str | None, num_output: int) -> Sequence:
