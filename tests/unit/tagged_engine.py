@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import weakref
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks
 from fineinfer.engine.runners import RunnerParts
@@ -191,6 +193,15 @@ def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     ticks = SimpleNamespace(monotonic=clock, perf_counter=lambda: clock(1e-3))
     for module in ("memory_ladder", "training_host"):
         monkeypatch.setattr(f"fineinfer.engine.{module}.time", ticks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are not worth a second thread, least of all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 class LocalWire:

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from fineinfer.engine import memory_ladder
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE
@@ -40,8 +39,10 @@ from fineinfer.training import parking
 from fineinfer.training.update import RunningUpdate
 
 from .engine_harness import BYTES_PER_SLOT, publish
-from .tagged_engine import BREAKER, POISON, Clock, MixUpError, TaggedHarness, on_clock
+from .tagged_engine import BREAKER, POISON, Clock, MixUpError, TaggedHarness, on_clock, one_thread
 from .training_job import SETTINGS, Told, trained, write_job
+
+__all__ = ["one_thread"]  # a fixture
 
 NUM_SEEDS = int(os.environ.get("FINEINFER_CHAOS_SEEDS", "2"))
 EVENTS = ("stop", "budget", "resize", DROP, ABORT, PARK)
@@ -189,15 +190,6 @@ class Job:
     state: dict[str, Any]
     losses: dict[int, float]
     published: list[tuple[int, str]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are not worth a second thread, least of all on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,10 @@ from fineinfer.messages import SetBudget
 from fineinfer.scheduler.scheduler import TrainingState
 
 from .engine_harness import BYTES_PER_SLOT
-from .tagged_engine import Clock, TaggedHarness, on_clock
+from .tagged_engine import Clock, TaggedHarness, on_clock, one_thread
 from .training_job import SETTINGS, Told, write_job
+
+__all__ = ["one_thread"]  # a fixture
 
 SLOTS = 3000  # of which the job takes about 2,400
 
@@ -55,6 +57,14 @@ def keep_busy(harness: TaggedHarness) -> None:
         harness.loop.step()
 
 
+def finish(harness: TaggedHarness) -> None:
+    """Until the job ends, beside requests that never stop coming."""
+    while harness.parts.training.trainer is not None:
+        keep_busy(harness)
+        harness.loop.step()
+        assert len(harness.outputs) < 1000, "the job does not go on"
+
+
 def set_slots(harness: TaggedHarness, num_slots: int) -> None:
     """The budget, so that the pool has so many slots at most."""
     budget = harness.parts.ladder._governor.budget_bytes
@@ -74,9 +84,7 @@ def test_a_parked_job_comes_back_although_requests_keep_coming(full: Callable[..
         assert withheld == 0 or withheld == ladder.slots_withheld < ladder._kv.num_slots
         assert len(harness.outputs) < 200, "requests keep it out"
     assert harness.parts.scheduler.waiting and ladder.slots_withheld == 0
-    while training.trainer is not None:
-        keep_busy(harness)
-        harness.loop.step()
+    finish(harness)
     assert told.end().status == "succeeded" and ladder.steps_taken["park"] == 0
 
 
@@ -104,6 +112,4 @@ def test_nothing_is_withheld_for_a_job_that_the_budget_has_no_room_for(full: Cal
         assert ladder.slots_withheld == 0 or not training.trainer.parked
     assert training.trainer.parked and len(harness.outputs) > 40, "requests are not served"
     set_slots(harness, SLOTS + 1000)
-    while training.trainer is not None:
-        keep_busy(harness)
-        harness.loop.step()
+    finish(harness)
