@@ -10,12 +10,14 @@ import pytest
 from fineinfer.engine import memory_ladder
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE, MemoryLadder
 from fineinfer.engine.memory_plan import MemoryPlanError
+from fineinfer.engine.rungs import Rungs
 from fineinfer.kernels import attention_decode
 from fineinfer.memory.cuda_memory import RETRY_S
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool
 from fineinfer.messages import AbortRequest, ResizeKV, SetBudget
+from fineinfer.scheduler.latency_model import LatencyModel
 
 from .engine_harness import BYTES_PER_SLOT, Harness
 from .fake_memory_driver import FakeDriver
@@ -170,7 +172,7 @@ def test_another_program_gets_the_memory_that_the_budget_loses(make) -> None:
 
 
 class StubTrainer:
-    num_layers, micro_batch_open, micro_batch_tokens = 4, False, 10
+    num_layers, micro_batch_open, micro_batch_tokens, can_drop = 4, False, 10, True
 
     def next_micro_batch_tokens(self) -> int:
         return 10
@@ -190,7 +192,7 @@ def ladder(monkeypatch) -> tuple[MemoryLadder, MemoryGovernor, KVPool, FakeDrive
     governor = MemoryGovernor(pool.held_bytes + 1000)
     governor.lease(KV, pool.held_bytes)
     monkeypatch.setattr(memory_ladder, "MIN_KV_SLOTS", 5)
-    return MemoryLadder(governor, cache, lambda: 30), governor, pool, driver
+    return MemoryLadder(governor, cache, lambda: 30, Rungs(LatencyModel(), "cpu")), governor, pool, driver
 
 
 def test_training_takes_whole_handles_and_no_more_than_it_needs(ladder) -> None:
