@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, UNPARK, LadderStep, Rungs, cheapest, take
+from fineinfer.engine.rungs import FINISH, PARK, UNPARK, LadderStep, Rungs, cheapest, take
 from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
@@ -134,9 +134,6 @@ class MemoryLadder:
         if held < wanted:
             self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
-        if available < least and trainer.can_drop:
-            least, self._kept_layers = self._make_smaller(trainer, available), 0
-            return available >= least and self._governor.lease(ACTIVATIONS, least)
         if available < least:
             return False
         granted = min(available, wanted)
@@ -144,16 +141,6 @@ class MemoryLadder:
             return False
         self._kept_layers = (max(held, granted) - least) // max(1, (most - least) // trainer.num_layers)
         return True
-
-    def _make_smaller(self, trainer: ParkableTrainer, available: int) -> int:
-        """Bytes of the next micro-batch, made to fit: its inputs in host memory (same bits), then fewer sequences."""
-        offloaded = trainer.can_offload
-        if offloaded:
-            trainer.offload_inputs()
-        num_tokens, fitting = trainer.next_micro_batch_tokens(), trainer.tokens_within(available, offloaded)
-        if num_tokens > fitting:
-            num_tokens = trainer.split_next_micro_batch(fitting)
-        return trainer.bytes_if_offloaded(num_tokens) if offloaded else trainer.bytes_if_recomputed(num_tokens)
 
     def keeps(self, num_layers: int, layer: int) -> bool:
         """Keep policy of the running micro-batch: the last layers, whose graphs backward consumes first."""
@@ -288,8 +275,7 @@ class MemoryLadder:
             self._governor.release(STATE)
         needed = 0 if rung.name == PARK else floor
         if trainer.micro_batch_open:
-            sizes = trainer.bytes_if_offloaded if rung.name == OFFLOAD else trainer.bytes_if_recomputed
-            needed = max(needed, sizes(trainer.micro_batch_tokens))
+            needed = max(needed, trainer.bytes_if_recomputed(trainer.micro_batch_tokens))
         self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
         return_freed_memory(self._pool.device)
         self._note(rung.name, STATE if rung.name == PARK else ACTIVATIONS, rung.num_bytes, started_s, num_layers)
