@@ -20,10 +20,12 @@ import torch
 from harness import LLAMA_8B, versions, write_csv
 
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, MemoryLadder
+from fineinfer.engine.rungs import Rungs
 from fineinfer.memory.cuda_memory import HandleStore, MappedRange, MemoryDriver, open_driver
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
+from fineinfer.scheduler.latency_model import LatencyModel
 
 RESULTS = Path(__file__).parent / "results" / "memory.csv"
 HANDLE_MIB = (2, 8, 16, 32, 64, 256)
@@ -80,7 +82,7 @@ def through_the_ladder(
     cache = KVCache(pool.max_slots, 64, 4 * ROW_TOKENS, pool=pool)
     governor = MemoryGovernor(pool.held_bytes)
     governor.lease(KV, pool.held_bytes)
-    ladder = MemoryLadder(governor, cache, lambda: 0)
+    ladder = MemoryLadder(governor, cache, lambda: 0, Rungs(LatencyModel(), device.type))
     columns: dict[str, list[float]] = {"shrink": [], "first slots": [], "all slots": [], "turn": []}
     for _ in range(repeats + 1):
         filler = cache.allocator.alloc(pool.max_slots - 20 * ROW_TOKENS)  # live rows lie at the pool's end

@@ -192,7 +192,7 @@ def ladder(monkeypatch) -> tuple[MemoryLadder, MemoryGovernor, KVPool, FakeDrive
     governor = MemoryGovernor(pool.held_bytes + 1000)
     governor.lease(KV, pool.held_bytes)
     monkeypatch.setattr(memory_ladder, "MIN_KV_SLOTS", 5)
-    return MemoryLadder(governor, cache, lambda: 30, Rungs(LatencyModel(), "cuda")), governor, pool, driver
+    return MemoryLadder(governor, cache, lambda: 30, Rungs(LatencyModel(), "cpu")), governor, pool, driver
 
 
 def test_training_takes_whole_handles_and_no_more_than_it_needs(ladder) -> None:
