@@ -55,12 +55,27 @@ class Ping(_Message, kw_only=True, frozen=True):
 
 
 class LoraSpec(_Message, kw_only=True, frozen=True):
-    """Shape of an adapter; names as in PEFT's LoraConfig."""
+    """Shape of an adapter; names as in PEFT's LoraConfig.
+
+    The patterns give single modules another rank or alpha: a module name (``down_proj``) or a path's end
+    (``layers.3.mlp.down_proj``) -> value; of two that match, the first one counts, as in PEFT.
+    """
 
     r: int = 16
     lora_alpha: float = 32.0
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     use_rslora: bool = False
+    lora_dropout: float = 0.0
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+
+
+class EarlyStopping(_Message, kw_only=True, frozen=True):
+    """End a job whose evaluation no longer gets better (Together's names)."""
+
+    patience: int = 2  # evaluations in a row without a better loss
+    min_delta: float = 0.0  # what counts as better
+    warmup_evals: int = 1  # the first ones are not judged
 
 
 class TrainingSettings(_Message, kw_only=True, frozen=True):
@@ -85,6 +100,10 @@ class TrainingSettings(_Message, kw_only=True, frozen=True):
     adam_eps: float = 1e-8
     max_seq_length: int = 2048
     save_steps: int = 0  # 0: at each epoch's end
+    min_lr_ratio: float = 0.0  # the schedule ends at this part of the peak learning rate
+    eval_steps: int = 0  # 0: at each epoch's end; of a job that has an evaluation set
+    early_stopping: EarlyStopping | None = None
+    load_best_model_at_end: bool = False  # transformers' name: the evaluation with the lowest loss wins
     seed: int = 42
     recompute: str = "auto"  # auto | never | always: whether layer activations are kept until backward
 
@@ -92,7 +111,8 @@ class TrainingSettings(_Message, kw_only=True, frozen=True):
 class StartJob(_Message, kw_only=True, frozen=True):
     """Train a job from its folder; goes on from the newest whole checkpoint there if one exists.
 
-    ``job_dir`` holds ``dataset.safetensors`` (see fineinfer.data.packed) whose SHA-256 is ``dataset_sha256``.
+    ``job_dir`` holds ``dataset.safetensors`` (see fineinfer.data.packed) whose SHA-256 is ``dataset_sha256``, and
+    ``eval.safetensors``, likewise, if there is an ``eval_sha256``.
     """
 
     job_id: str
@@ -103,6 +123,16 @@ class StartJob(_Message, kw_only=True, frozen=True):
     adapters_dir: str
     dataset_sha256: str
     device_s: float = 0.0  # what the job has used of the device before this engine process
+    eval_sha256: str | None = None
+    init_from: str | None = None  # PEFT folder whose weights a new job begins with
+    serve: str = "checkpoint"  # off | checkpoint | live: what is served under ``name`` while the job runs
+    max_share: float = 1.0  # of the engine's time, at most, while requests run
+
+
+class PauseJob(_Message, kw_only=True, frozen=True):
+    """Checkpoint the last finished update, give the memory back; answered by ``JobEnded`` with status ``paused``."""
+
+    job_id: str
 
 
 class CancelJob(_Message, kw_only=True, frozen=True):
@@ -271,6 +301,17 @@ class JobProgress(_Message, kw_only=True, frozen=True):
     eta_s: float
 
 
+class JobEval(_Message, kw_only=True, frozen=True):
+    """One finished evaluation; comes after the ``JobProgress`` and before the ``JobCheckpoint`` of the same step."""
+
+    job_id: str
+    step: int
+    loss: float  # mean over all trained tokens of the evaluation set
+    mean_token_accuracy: float
+    num_tokens: int
+    best: bool  # whether no earlier one had a loss as low
+
+
 class JobUsage(_Message, kw_only=True, frozen=True):
     """Seconds of the device that a job has used in all; sent now and then and when the engine lets go of it."""
 
@@ -293,10 +334,15 @@ class JobCheckpoint(_Message, kw_only=True, frozen=True):
 
 
 class JobEnded(_Message, kw_only=True, frozen=True):
-    """The one terminal message of a job run: ``succeeded``, ``failed`` or ``cancelled``."""
+    """The one terminal message of a job run: ``succeeded``, ``failed``, ``cancelled`` or ``paused``.
+
+    ``paused`` with an ``error_code`` (``disk_full``) was not asked for: the job waits until a user resumes it.
+    """
 
     job_id: str
     status: str
+    best_step: int | None = None  # of ``succeeded``: the version to serve, where it is not the last one
+    early_stopped: bool = False
     error_code: str | None = None
     error_message: str | None = None
 
@@ -347,11 +393,11 @@ class ShuttingDown(_Message, kw_only=True, frozen=True):
 
 
 ToEngine = (
-    AddRequest | AbortRequest | FinishRequest | Hello | Ping | StartJob | CancelJob | SetAdapter | RemoveAdapter
-    | ResizeKV | SetBudget | Drain
+    AddRequest | AbortRequest | FinishRequest | Hello | Ping | StartJob | PauseJob | CancelJob | SetAdapter
+    | RemoveAdapter | ResizeKV | SetBudget | Drain
 )  # fmt: skip
 FromEngine = (
-    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobUsage | JobCheckpoint | JobEnded
+    Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobEval | JobUsage | JobCheckpoint | JobEnded
     | JobNote | AdapterRejected | Drained
 )  # fmt: skip
 ToApi = EngineUp | EngineDown | ShuttingDown

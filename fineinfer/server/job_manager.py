@@ -306,6 +306,10 @@ class JobManager:
         if adapter is None or adapter.job_id != job.id:
             self._fail(job.id, "server_error", "The job ended without an adapter.")
             return
+        try:
+            job = self._store.jobs.transition(job, JobStatus.FINALIZING)
+        except JobStateConflictError:  # cancelled this very moment
+            return
         result = write_result_file(self._store, job)
         try:
             with self._store.db.transaction():

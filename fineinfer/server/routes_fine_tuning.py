@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from fineinfer.messages import TrainingSettings
 from fineinfer.server.errors import ApiError
 from fineinfer.server.job_creation import create_job
-from fineinfer.server.job_params import JobRequest, Limits, echo_hyperparameters, echo_lora, parse_job_request
+from fineinfer.server.job_object import job_object
+from fineinfer.server.job_params import Limits, parse_job_request
 from fineinfer.server.json_body import read_json
 from fineinfer.server.routes_files import json_response, page_cursor, page_response, unknown_cursor
 from fineinfer.store import (
@@ -22,11 +22,9 @@ from fineinfer.store import (
     IdempotencyConflictError,
     JobRecord,
     JobStateConflictError,
-    JobStatus,
     NameTakenError,
     Store,
     UnknownCursorError,
-    now,
 )
 
 router = APIRouter()
@@ -154,63 +152,6 @@ def checkpoints(job_id: str, request: Request) -> Response:
     except UnknownCursorError as error:
         raise unknown_cursor(error) from error
     return page_response([_checkpoint_object(checkpoint) for checkpoint in found], more)
-
-
-def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
-    """OpenAI's FineTuningJob, and ``progress``, ``device_seconds``, ``queue_position``, ``data``, ``lora`` and more."""
-    request = msgspec.convert(job.request, JobRequest)
-    settings = None if job.settings is None else msgspec.convert(job.settings, TrainingSettings)
-    hyperparameters = echo_hyperparameters(request, settings)
-    progress = _progress(job)
-    running = job.status is JobStatus.RUNNING and progress is not None
-    return {
-        "id": job.id,
-        "object": "fine_tuning.job",
-        "created_at": job.created_at,
-        "finished_at": job.finished_at,
-        "estimated_finish": now() + int(progress["eta_seconds"]) if running and progress else None,
-        "model": request.model,
-        "fine_tuned_model": job.name if job.status is JobStatus.SUCCEEDED else None,
-        "status": job.status.value,
-        "error": job.error,
-        "hyperparameters": hyperparameters,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
-        "organization_id": "",
-        "result_files": job.result_files,
-        "seed": request.seed,
-        "trained_tokens": job.trained_tokens,
-        "device_seconds": round(job.device_s, 3),
-        "training_file": request.training_file,
-        "validation_file": None,
-        "integrations": [],
-        "metadata": request.metadata,
-        "user_provided_suffix": request.suffix,
-        "adapter_name": job.name,
-        "lora": echo_lora(request, settings),
-        "data": None if job.dataset is None else {key: job.dataset.get(key) for key in _DATA_KEYS},
-        "progress": progress,
-        "queue_position": store.jobs.queue_position(job),
-    }
-
-
-_DATA_KEYS = ("format", "examples", "tokens", "trainable_tokens", "skipped", "truncated")
-
-
-def _progress(job: JobRecord) -> dict[str, Any] | None:
-    latest = job.progress
-    if latest is None:
-        return None
-    total = max(1, latest["total_steps"])
-    return {
-        "step": latest["step"],
-        "total_steps": latest["total_steps"],
-        "epoch": latest["epoch"],
-        "percent": round(100.0 * latest["step"] / total, 2),
-        "tokens_per_second": latest["tokens_per_second"],
-        "eta_seconds": latest["eta_seconds"],
-        "loss": latest["train_loss"],
-        "lr": latest["learning_rate"],
-    }
 
 
 def _event_object(event: EventRecord) -> dict[str, Any]:

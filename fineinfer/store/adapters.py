@@ -14,8 +14,18 @@ class AdapterStore:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def publish(self, name: str, step: int, version: str, directory: str, job_id: str | None) -> AdapterRecord:
+    def publish(
+        self, name: str, step: int, version: str, directory: str, job_id: str | None, *, current: bool = True
+    ) -> AdapterRecord:
         """Make this version ``name@step`` and let ``name`` mean it, in one transaction. Publishing it again is fine.
+
+        Args:
+            name: The adapter's name.
+            step: Number of the version.
+            version: Hash of its content.
+            directory: PEFT folder.
+            job_id: The job that trained it.
+            current: Whether ``name`` means it from now on; the first version is current in any case.
 
         Raises:
             NameTakenError: The name belongs to another job.
@@ -24,16 +34,32 @@ class AdapterStore:
             owner = self._db.first("SELECT job_id FROM adapters WHERE name = ? AND job_id IS NOT ?", name, job_id)
             if owner is not None:
                 raise NameTakenError(f"The model name '{name}' belongs to another job.")
-            self._db.execute("UPDATE adapters SET current = 0 WHERE name = ?", name)
+            old = self._db.first("SELECT step FROM adapters WHERE name = ? AND current = 1", name)
+            current = current or old is None or old["step"] == step
+            if current:
+                self._db.execute("UPDATE adapters SET current = 0 WHERE name = ?", name)
             self._db.execute(
                 "INSERT OR REPLACE INTO adapters (name, step, version, directory, job_id, created_at, current) "
-                "VALUES (?,?,?,?,?,?,1)",
-                name, step, version, directory, job_id, now(),
+                "VALUES (?,?,?,?,?,?,?)",
+                name, step, version, directory, job_id, now(), current,
             )  # fmt: skip
-        record = self.resolve(name)
+        record = self.resolve(f"{name}@{step}")
         if record is None:
             raise NameTakenError(f"The model name '{name}' was removed while it was published.")
         return record
+
+    def set_current(self, name: str, step: int) -> AdapterRecord:
+        """Let ``name`` mean its version ``step`` from now on (a rollback, or the best of a job's checkpoints).
+
+        Raises:
+            LookupError: There is no such version.
+        """
+        with self._db.transaction():
+            if self._db.first("SELECT 1 FROM adapters WHERE name = ? AND step = ?", name, step) is None:
+                raise LookupError(f"There is no version '{name}@{step}'.")
+            self._db.execute("UPDATE adapters SET current = 0 WHERE name = ?", name)
+            self._db.execute("UPDATE adapters SET current = 1 WHERE name = ? AND step = ?", name, step)
+        return next(record for record in self.current() if record.name == name)
 
     def resolve(self, name: str) -> AdapterRecord | None:
         """The version that ``name`` or ``name@step`` means now, or None."""
@@ -61,4 +87,4 @@ def _records(rows: Iterable[object]) -> list[AdapterRecord]:
 
 
 def _record(row: dict[str, object]) -> AdapterRecord:
-    return AdapterRecord(**{**row, "current": bool(row["current"])})  # type: ignore[arg-type]
+    return AdapterRecord(**{**row, "current": bool(row["current"]), "pinned": bool(row["pinned"])})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
@@ -41,7 +41,17 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
-_MIGRATIONS = {1: "ALTER TABLE jobs ADD COLUMN device_s REAL NOT NULL DEFAULT 0"}  # from this version to the next
+# from this version to the next
+_MIGRATIONS = {
+    1: "ALTER TABLE jobs ADD COLUMN device_s REAL NOT NULL DEFAULT 0",
+    2: """
+ALTER TABLE jobs ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0;
+DROP INDEX jobs_one_live_name;
+CREATE UNIQUE INDEX jobs_one_live_name ON jobs (name) WHERE status NOT IN ('succeeded', 'failed', 'cancelled');
+ALTER TABLE adapters ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0;
+""",
+}
 
 
 class StoreError(RuntimeError):
@@ -79,7 +89,8 @@ class Database:
             if version > SCHEMA_VERSION:
                 raise StoreError(f"{path} has schema version {version}; this program knows version {SCHEMA_VERSION}.")
             for step in range(version, SCHEMA_VERSION):
-                self.execute(_MIGRATIONS[step])
+                for statement in _MIGRATIONS[step].split(";"):
+                    self.execute(statement)
             self.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
     @contextlib.contextmanager

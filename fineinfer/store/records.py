@@ -11,20 +11,27 @@ import msgspec
 
 
 class JobStatus(enum.StrEnum):
-    """OpenAI's statuses of a fine-tuning job."""
+    """OpenAI's statuses of a fine-tuning job, and those of a pause and of the time after the last update."""
 
     VALIDATING = "validating_files"
     QUEUED = "queued"
     RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    FINALIZING = "finalizing"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
 
+_ENDS = frozenset({JobStatus.FAILED, JobStatus.CANCELLED})
 TRANSITIONS: dict[JobStatus, frozenset[JobStatus]] = {
-    JobStatus.VALIDATING: frozenset({JobStatus.QUEUED, JobStatus.FAILED, JobStatus.CANCELLED}),
-    JobStatus.QUEUED: frozenset({JobStatus.RUNNING, JobStatus.FAILED, JobStatus.CANCELLED}),
-    JobStatus.RUNNING: frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}),
+    JobStatus.VALIDATING: _ENDS | {JobStatus.QUEUED},
+    JobStatus.QUEUED: _ENDS | {JobStatus.RUNNING, JobStatus.PAUSED},
+    JobStatus.RUNNING: _ENDS | {JobStatus.PAUSING, JobStatus.PAUSED, JobStatus.FINALIZING},
+    JobStatus.PAUSING: _ENDS | {JobStatus.PAUSED, JobStatus.FINALIZING},  # it may end before it hears of the pause
+    JobStatus.PAUSED: _ENDS | {JobStatus.QUEUED},
+    JobStatus.FINALIZING: _ENDS | {JobStatus.SUCCEEDED},
     JobStatus.SUCCEEDED: frozenset(),
     JobStatus.FAILED: frozenset(),
     JobStatus.CANCELLED: frozenset(),
@@ -65,6 +72,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         progress: The latest metrics.
         device_s: Seconds of the device that its training took, over all engine processes.
         num_engine_deaths: Engine processes that ended while training this job without finishing an update.
+        owner: Whose job it is, see fineinfer.server.boundary; queued jobs take turns by owner.
+        priority: Lower is trained earlier.
     """
 
     id: str
@@ -83,6 +92,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_engine_deaths: int
     result_files: list[str]
     device_s: float = 0.0
+    owner: str = ""
+    priority: int = 0
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +122,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One immutable adapter version; ``current`` is the one that the plain name means."""
+    """One immutable adapter version; ``current`` is the one that the plain name means, ``pinned`` stays loaded."""
 
     name: str
     step: int
@@ -120,6 +131,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str | None
     created_at: int
     current: bool
+    pinned: bool = False
 
 
 def new_id(prefix: str) -> str:

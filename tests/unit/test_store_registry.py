@@ -204,7 +204,8 @@ def test_an_older_schema_is_brought_up_to_date_without_loss(store: Store) -> Non
     job = store.jobs.create(make_job())
     store.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE jobs DROP COLUMN device_s")
+        for table, column in (("jobs", "device_s"), ("jobs", "owner"), ("jobs", "priority"), ("adapters", "pinned")):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
         connection.execute("PRAGMA user_version=1")
     connection.close()
     store = Store(path.parent)
