@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from fineinfer.hashing import file_sha256
 from fineinfer.messages import TrainingSettings
+from fineinfer.training.dropout import row_keys
 from fineinfer.training.errors import TrainingError
+from fineinfer.training.hashes import splitmix64
 
 _CHECK_CHUNK_TOKENS = 1 << 20
 
@@ -33,6 +35,7 @@ class MicroBatch:
         target_rows: [num_targets] int64: rows whose next token is trained.
         target_ids: [num_targets] int64: those next tokens.
         target_bounds: Where the targets of each sequence end: 0, those of the first, ..., num_targets.
+        dropout_keys: [num_tokens] int32 of ``dropout.row_keys``; None: nothing is dropped.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +45,7 @@ class MicroBatch:
     target_rows: torch.Tensor
     target_ids: torch.Tensor
     target_bounds: list[int]
+    dropout_keys: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -62,16 +66,18 @@ class MicroBatch:
         first = max(1, fitting)
         if first >= len(self.cu_seqlens) - 1:
             return [self]
-        cut, target = self.cu_seqlens[first], self.target_bounds[first]
+        cut, target, keys = self.cu_seqlens[first], self.target_bounds[first], self.dropout_keys
         return [
             MicroBatch(
                 self.input_ids[:cut], self.positions[:cut], self.rope_lengths[:cut], self.cu_seqlens[: first + 1],
                 self.target_rows[:target], self.target_ids[:target], self.target_bounds[: first + 1],
+                None if keys is None else keys[:cut],
             ),
             MicroBatch(
                 self.input_ids[cut:], self.positions[cut:], self.rope_lengths[cut:],
                 [end - cut for end in self.cu_seqlens[first:]], self.target_rows[target:] - cut,
                 self.target_ids[target:], [end - target for end in self.target_bounds[first:]],
+                None if keys is None else keys[cut:],
             ),
         ]  # fmt: skip
 
@@ -141,12 +147,14 @@ class PackedDataset:
         Sorted by a hash of (seed, epoch, example) (splitmix64), so no library's random stream decides it.
         """
         state = np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)
-        key = _splitmix64(_splitmix64(state[:1]) ^ state[1:])
-        return self._examples[np.argsort(_splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
+        key = splitmix64(splitmix64(state[:1]) ^ state[1:])
+        return self._examples[np.argsort(splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
 
-    def micro_batch(self, examples: Sequence[int], device: torch.device) -> MicroBatch:
-        """Read whole examples into one flat micro-batch."""
-        ids, masks, positions, lengths = [], [], [], []
+    def micro_batch(
+        self, examples: Sequence[int], device: torch.device, dropout: tuple[int, int] | None = None
+    ) -> MicroBatch:
+        """Read whole examples into one flat micro-batch; ``dropout``: (seed, update) of its keys."""
+        ids, masks, positions, lengths, keys = [], [], [], [], []
         for example in examples:
             start, end = int(self._offsets[example]), int(self._offsets[example + 1])
             mask = self._file.get_slice("loss_mask")[start:end] != 0
@@ -155,6 +163,8 @@ class PackedDataset:
             masks.append(mask)
             positions.append(np.arange(end - start))
             lengths.append(end - start)
+            if dropout is not None:
+                keys.append(row_keys(*dropout, example, end - start))
         all_ids = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         targets = torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
 
@@ -170,6 +180,7 @@ class PackedDataset:
             target_rows=move(targets - 1),
             target_ids=move(all_ids[targets]),
             target_bounds=[0, *np.cumsum([mask.sum() for mask in masks]).tolist()],
+            dropout_keys=move(torch.from_numpy(np.concatenate(keys))) if keys else None,
         )
 
 
@@ -201,7 +212,8 @@ class Schedule:
         """The micro-batches of update ``step`` (from 0) on a device; none past the last update."""
         if step >= self.total_steps:
             return []
-        return [self._dataset.micro_batch(examples, device) for examples in self.micro_batches(step)]
+        dropout = (self._settings.seed, step) if self._settings.lora.lora_dropout > 0 else None
+        return [self._dataset.micro_batch(examples, device, dropout) for examples in self.micro_batches(step)]
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """Example numbers of each micro-batch of update ``step`` (from 0)."""
@@ -230,11 +242,3 @@ class Schedule:
             bins[best].append(place)
             insort(free, (room - length, best))
         return [[examples[place] for place in sorted(places)] for places in bins]
-
-
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """The mixing function of Steele, Lea and Flood 2014, on uint64 (arithmetic wraps)."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))

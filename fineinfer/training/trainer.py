@@ -93,7 +93,8 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
         keep = {"always": lambda *_: False, "never": lambda *_: True}.get(settings.recompute, keep_policy)
         sizes = measure_activations(decoder, layers, chunk, fused_head=ops is not None)
-        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device))
+        rate = settings.lora.lora_dropout
+        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device), rate)
         self.cursor = Cursor()
         self.log_history: list[dict[str, Any]] = []
         self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
