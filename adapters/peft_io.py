@@ -20,6 +20,7 @@ from fineinfer.adapters.config import (
     lora_scaling,
     module_features,
     module_path,
+    pattern_value,
 )
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.messages import LoraSpec
@@ -94,17 +95,25 @@ def save_adapter(weights: LoraWeights, spec: LoraSpec, base_model: str, director
         base_model: Recorded as ``base_model_name_or_path``.
         directory: Existing folder.
     """
-    alpha = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
     config = _CONFIG_DEFAULTS | {
+        "alpha_pattern": {name: _short(alpha) for name, alpha in spec.alpha_pattern.items()},
         "base_model_name_or_path": base_model,
-        "lora_alpha": alpha,
+        "lora_alpha": _short(spec.lora_alpha),
+        "lora_dropout": spec.lora_dropout,
         "r": spec.r,
+        "rank_pattern": spec.rank_pattern,
         "target_modules": sorted(spec.target_modules),
         "use_rslora": spec.use_rslora,
     }
-    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True))
+    # _CONFIG_DEFAULTS is sorted as PEFT's files are; patterns are not, since of two that match the first one counts
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2))
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.named_tensors()}
     save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _short(alpha: float) -> float:
+    """Whole numbers without a decimal point, as PEFT's users write them."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def content_hash(directory: Path) -> str:
@@ -220,13 +229,6 @@ def _is_number(value: Any) -> bool:
     return is_real and abs(value) < 1e30  # also False for NaN
 
 
-def _pattern_value(pattern: dict[str, Any] | None, path: str, default: Any) -> Any:
-    for name, value in (pattern or {}).items():
-        if path == name.removeprefix("^") or (not name.startswith("^") and path.endswith(f".{name}")):
-            return value
-    return default
-
-
 def _check_tensors(
     file: Any, config: dict[str, Any], shape: ModelShape, max_rank: int
 ) -> tuple[LoraLayout, torch.dtype]:
@@ -245,8 +247,8 @@ def _check_tensors(
     ranks: dict[tuple[int, str], tuple[int, float]] = {}
     for (layer, name), sides in sorted(shapes.items()):
         path = module_path(layer, name)
-        rank = _pattern_value(config.get("rank_pattern"), path, config["r"])
-        alpha = _pattern_value(config.get("alpha_pattern"), path, config["lora_alpha"])
+        rank = pattern_value(config.get("rank_pattern") or {}, path, config["r"])
+        alpha = pattern_value(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
         if not isinstance(rank, int) or not 1 <= rank <= max_rank:
             raise AdapterError(f"rank {rank} of {path} is not within 1 to {max_rank}, the largest rank served")
         width_in, width_out = features[name]

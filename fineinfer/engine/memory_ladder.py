@@ -136,10 +136,7 @@ class MemoryLadder:
         Returns:
             False if not even a fully recomputed micro-batch fits now; training waits.
         """
-        num_tokens = trainer.next_micro_batch_tokens()
-        least, most = trainer.bytes_if_recomputed(num_tokens), trainer.bytes_if_all_kept(num_tokens)
-        if not trainer.can_drop:
-            least = most
+        least, most = trainer.next_micro_batch_bytes()
         held = self._governor.leased(ACTIVATIONS)
         wanted = least if time.monotonic() < self._hold_until_s else most  # requests wait for memory: just its floor
         if held < wanted:

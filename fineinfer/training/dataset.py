@@ -114,7 +114,7 @@ class PackedDataset:
             raise TrainingError(f"{path.name}: tensor sizes {sizes} do not fit the offsets", "dataset_unreadable")
         counts = np.add.reduceat(mask != 0, offsets[:-1], dtype=np.int64) - (mask[offsets[:-1]] != 0)
         self._offsets = offsets
-        self._examples = np.flatnonzero(counts > 0)
+        self._examples, self._num_targets = np.flatnonzero(counts > 0), counts
         self.num_skipped = len(counts) - len(self._examples)
         if not len(self._examples):
             raise TrainingError(f"{path.name}: no example has a trained token", "no_trained_tokens")
@@ -126,6 +126,15 @@ class PackedDataset:
             chunk = ids[start : min(start + _CHECK_CHUNK_TOKENS, total)]
             if chunk.min() < 0 or chunk.max() >= vocab_size:
                 raise TrainingError(f"the data has token ids outside 0 to {vocab_size - 1}", "dataset_unreadable")
+
+    @property
+    def examples(self) -> list[int]:
+        """Numbers of the examples that have at least one trained token, in the order of the file."""
+        return list(map(int, self._examples))
+
+    def num_targets(self, example: int) -> int:
+        """Trained tokens of one example."""
+        return int(self._num_targets[example])
 
     @property
     def num_examples(self) -> int:
@@ -149,6 +158,21 @@ class PackedDataset:
         state = np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)
         key = splitmix64(splitmix64(state[:1]) ^ state[1:])
         return self._examples[np.argsort(splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
+
+    def pack(self, examples: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Best-fit decreasing into bins of ``max_tokens``; a longer example has a bin of its own."""
+        bins: list[list[int]] = []
+        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
+        for place in sorted(range(len(examples)), key=lambda p: (-self.length(examples[p]), p)):
+            length = self.length(examples[place])
+            fitting = bisect_left(free, (length,))
+            if fitting == len(free):
+                free.append((max_tokens, len(bins)))
+                bins.append([])
+            room, best = free.pop(fitting)
+            bins[best].append(place)
+            insort(free, (room - length, best))
+        return [[examples[place] for place in sorted(places)] for places in bins]
 
     def micro_batch(
         self, examples: Sequence[int], device: torch.device, dropout: tuple[int, int] | None = None
@@ -226,19 +250,4 @@ class Schedule:
         if settings.gradient_accumulation_steps > 0:
             parts = np.array_split(np.array(examples), min(settings.gradient_accumulation_steps, len(examples)))
             return [part.tolist() for part in parts]
-        return self._pack(examples)
-
-    def _pack(self, examples: list[int]) -> list[list[int]]:
-        """Best-fit decreasing into bins of ``micro_batch_tokens``; a longer example has a bin of its own."""
-        bins: list[list[int]] = []
-        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
-        for place in sorted(range(len(examples)), key=lambda p: (-self._dataset.length(examples[p]), p)):
-            length = self._dataset.length(examples[place])
-            fitting = bisect_left(free, (length,))
-            if fitting == len(free):
-                free.append((self._settings.micro_batch_tokens, len(bins)))
-                bins.append([])
-            room, best = free.pop(fitting)
-            bins[best].append(place)
-            insort(free, (room - length, best))
-        return [[examples[place] for place in sorted(places)] for places in bins]
+        return self._dataset.pack(examples, settings.micro_batch_tokens)
