@@ -36,8 +36,8 @@ from fineinfer.messages import (
 )
 from fineinfer.request import InvalidRequestError
 from fineinfer.server.adapter_sync import AdapterSync
-from fineinfer.server.job_creation import add_file, create_job
-from fineinfer.server.job_params import JobRequest, Limits, parse_hyperparameters, parse_suffix
+from fineinfer.server.job_creation import add_file, check_references, create_job
+from fineinfer.server.job_params import Limits, check_together, make_request, parse_hyperparameters, parse_suffix
 from fineinfer.server.job_results import write_result_file
 from fineinfer.server.job_validation import JobSettings, Validation
 from fineinfer.store import (
@@ -335,7 +335,7 @@ class JobManager:
         Args:
             path: Training file; copied into the store.
             name: Served name of the adapter.
-            overrides: Hyperparameters as in the REST body, and ``seed``.
+            overrides: Hyperparameters as in the REST body, ``seed``, and ``validation_file`` as a path.
 
         Raises:
             LocalJobError: The settings are wrong, the file cannot be read or the name is taken.
@@ -345,18 +345,24 @@ class JobManager:
         try:
             parse_suffix(name, limits.base_model, "--lora-train-name")
             seed = values.pop("seed", self._settings.defaults.seed)
+            validation: Path | None = values.pop("validation_file", None)
             parsed = parse_hyperparameters(values, limits)
             content = file_sha256(path)
-            facts = msgspec.json.encode([content, name, limits.base_model, seed, parsed], order="sorted")
-            key = hashlib.sha256(facts).hexdigest()
+            facts = [content, name, limits.base_model, seed, parsed]
+            if validation is not None:
+                facts.append(file_sha256(validation))
+            key = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
             job = self._known_local_job(key)
             if job is not None:
                 return job
             record = add_file(self._store, path, path.name, "fine-tune")
-            request = JobRequest(
-                model=limits.base_model, training_file=record.id, suffix=name, seed=seed, hyperparameters=parsed
+            evaluated = (
+                None if validation is None else add_file(self._store, validation, validation.name, "fine-tune").id
             )
-            job = create_job(self._store, request, local_key=key)
+            request = make_request(parsed, model=limits.base_model, training_file=record.id, validation_file=evaluated,
+                                   suffix=name, seed=seed)  # fmt: skip
+            check_together(request)
+            job = create_job(self._store, check_references(self._store, request, limits), local_key=key)
         except (InvalidRequestError, NameTakenError) as error:
             raise LocalJobError(str(error)) from error
         except OSError as error:

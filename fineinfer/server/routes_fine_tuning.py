@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from fineinfer.server.errors import ApiError
-from fineinfer.server.job_creation import create_job
+from fineinfer.server.job_creation import check_references, create_job
 from fineinfer.server.job_object import job_object
 from fineinfer.server.job_params import Limits, parse_job_request
 from fineinfer.server.json_body import read_json
@@ -54,13 +54,7 @@ def _create(state: Any, body: dict[str, Any], key: str | None) -> dict[str, Any]
         raise _reused_key(error) from error
     if known is not None:  # its file may be deleted by now
         return job_object(store, known)
-    file = store.files.get(checked.training_file)
-    if file is None:
-        message = f"training_file: no such file '{checked.training_file[:64]}'."
-        raise ApiError(400, message, param="training_file", code="file_not_found")
-    if file.purpose != "fine-tune":
-        message = f"training_file: the purpose of '{file.id}' is '{file.purpose}', not 'fine-tune'."
-        raise ApiError(400, message, param="training_file", code="invalid_file_purpose")
+    checked = check_references(store, checked, _limits(state))
     try:
         job = create_job(store, checked, idempotency_key=key, body_sha256=digest)
     except IdempotencyConflictError as error:
