@@ -47,6 +47,12 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 42
     metadata: dict[str, str] | None = None
     hyperparameters: dict[str, Any] = {}
+    serve: str = "checkpoint"
+    publish: str = "always"
+    priority: int = 0
+    max_share: float = 1.0
+    validation_file: str | None = None
+    init_from: str | None = None
 
 
 @dataclass(frozen=True)
