@@ -100,7 +100,7 @@ class SchedulerConfig:
     train_share_min: float = _setting(
         0.05, number(0, 1), "FRACTION", "slo: part of the time that a job gets whatever the load."
     )
-    train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "slo: part of the time that a job never exceeds.")
+    train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "Part of the time that jobs never exceed.")
     no_training_overlap: bool = _setting(
         False, switch, "", "slo on CUDA: train between the steps of requests, not beside them."
     )

@@ -98,6 +98,7 @@ def create_job(
     idempotency_key: str | None = None,
     body_sha256: str = "",
     local_key: str | None = None,
+    owner: str = "",
 ) -> JobRecord:
     """Create a job in ``validating_files``; the file stays usable for it even if its id is deleted later.
 
@@ -107,6 +108,7 @@ def create_job(
         idempotency_key: Requests with the same key make one job.
         body_sha256: Identifies the request body that the key stands for.
         local_key: Identifies a ``--lora-train`` job.
+        owner: Whose job it is; keys of different owners do not meet, and queued jobs take turns by owner.
 
     Raises:
         FileNotFoundError: A file was deleted meanwhile.
@@ -130,6 +132,8 @@ def create_job(
         progress=None,
         num_engine_deaths=0,
         result_files=[],
+        owner=owner,
+        priority=request.priority,
     )
     folder = store.job_dir(job_id)
     folder.mkdir(mode=0o700)

@@ -1,15 +1,17 @@
-"""``/v1/fine_tuning/jobs``: create, list, retrieve, cancel, events, checkpoints."""
+"""``/v1/fine_tuning/jobs``: create, list, retrieve, cancel, pause, resume, events, checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from fineinfer.server.boundary import owner_of
 from fineinfer.server.errors import ApiError
 from fineinfer.server.job_creation import check_references, create_job
 from fineinfer.server.job_object import job_object
@@ -39,30 +41,31 @@ async def create(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
         raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters.")
-    job = await asyncio.to_thread(_create, request.app.state, body, key)
+    job = await asyncio.to_thread(_create, request.app.state, body, key, owner_of(request.scope))
     await request.app.state.engine.notify_store_changed()
     return json_response(job)
 
 
-def _create(state: Any, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+def _create(state: Any, body: dict[str, Any], key: str | None, owner: str) -> dict[str, Any]:
     store: Store = state.store
-    checked = parse_job_request(body, _limits(state))
     digest = hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
     try:
-        known = None if key is None else store.jobs.by_idempotency_key(key, digest)
+        known = None if key is None else store.jobs.by_idempotency_key(key, digest, owner)
     except IdempotencyConflictError as error:
         raise _reused_key(error) from error
-    if known is not None:  # its file may be deleted by now
+    if known is not None:  # not checked again: its file may be deleted by now, or the server's limits be others
         return job_object(store, known)
-    checked = check_references(store, checked, _limits(state))
+    limits = _limits(state)
+    checked = check_references(store, parse_job_request(body, limits), limits)
     try:
-        job = create_job(store, checked, idempotency_key=key, body_sha256=digest)
+        job = create_job(store, checked, idempotency_key=key, body_sha256=digest, owner=owner)
     except IdempotencyConflictError as error:
         raise _reused_key(error) from error
     except NameTakenError as error:
         raise ApiError(400, str(error), param="suffix", code="model_name_taken") from error
     except FileNotFoundError as error:
-        raise ApiError(400, "training_file: deleted.", param="training_file", code="file_not_found") from error
+        message = "training_file or validation_file: deleted meanwhile."
+        raise ApiError(400, message, param="training_file", code="file_not_found") from error
     return job_object(store, job)
 
 
@@ -102,24 +105,30 @@ def retrieve(job_id: str, request: Request) -> Response:
 @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
 async def cancel(job_id: str, request: Request) -> Response:
     """Cancel a job that has not ended; final at once, whatever it was doing."""
-    store: Store = request.app.state.store
+    return await _act(request, job_id, request.app.state.store.jobs.cancel)
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/pause")
+async def pause(job_id: str, request: Request) -> Response:
+    """Pause a queued job at once; a running one is ``pausing`` until the engine has let go of it."""
+    return await _act(request, job_id, request.app.state.store.jobs.pause)
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/resume")
+async def resume(job_id: str, request: Request) -> Response:
+    """Queue a paused job again; it goes on from its newest checkpoint when its turn comes."""
+    return await _act(request, job_id, request.app.state.store.jobs.resume)
+
+
+async def _act(request: Request, job_id: str, action: Callable[[str], JobRecord]) -> Response:
     try:
-        job = await asyncio.to_thread(store.jobs.cancel, job_id)
+        job = await asyncio.to_thread(action, job_id)
     except LookupError as error:
         raise _not_found(job_id) from error
     except JobStateConflictError as error:
         raise ApiError(400, str(error), code="job_state_conflict", should_retry=False) from error
     await request.app.state.engine.notify_store_changed()
-    return json_response(job_object(store, job))
-
-
-@router.post("/v1/fine_tuning/jobs/{job_id}/{action}")
-def other_action(job_id: str, action: str, request: Request) -> Response:
-    """``pause`` and ``resume`` are known to the SDK and not implemented here."""
-    if action not in ("pause", "resume"):
-        raise ApiError(404, "Not Found", code="not_found")
-    _require(request, job_id)
-    raise ApiError(400, f"'{action}' is not supported yet.", code="unsupported_operation", should_retry=False)
+    return json_response(job_object(request.app.state.store, job))
 
 
 @router.get("/v1/fine_tuning/jobs/{job_id}/events")
