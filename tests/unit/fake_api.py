@@ -29,6 +29,16 @@ JOB = {
     "validation_file": None,
     "progress": {"step": 3, "total_steps": 9, "loss": 1.25},
 }
+METRICS = {
+    "object": "fine_tuning.job.metrics",
+    "columns": {
+        "step": [1, 2, 3],
+        "train_loss": [2.0, 1.5, 1.25],
+        "valid_loss": [None, None, 1.75],
+        "learning_rate": [1e-4, 2e-4, 1e-4],
+        "grad_norm": [None, None, None],
+    },
+}
 FILE = {"id": "file-1", "object": "file", "bytes": 3, "created_at": 1_700_000_000, "filename": "a.jsonl",
         "purpose": "fine-tune", "status": "processed"}  # fmt: skip
 
@@ -54,11 +64,15 @@ class FakeServer:
             "POST /v1/files": (200, FILE),
             "GET /v1/files": (200, listed(FILE)),
             "GET /v1/files/file-1": (200, FILE),
+            "GET /v1/files/file-1/content": (200, b"abc"),
             "DELETE /v1/files/file-1": (200, {"id": "file-1", "object": "file", "deleted": True}),
             "POST /v1/fine_tuning/jobs": (200, JOB),
             "GET /v1/fine_tuning/jobs": (200, listed(JOB)),
             "GET /v1/fine_tuning/jobs/ftjob-1": (200, JOB),
             "POST /v1/fine_tuning/jobs/ftjob-1/cancel": (200, JOB | {"status": "cancelled"}),
+            "POST /v1/fine_tuning/jobs/ftjob-1/pause": (200, JOB | {"status": "pausing"}),
+            "POST /v1/fine_tuning/jobs/ftjob-1/resume": (200, JOB | {"status": "queued"}),
+            "GET /v1/fine_tuning/jobs/ftjob-1/metrics": (200, METRICS),
             "GET /v1/fine_tuning/jobs/ftjob-1/events": (200, listed(event(2, "later"), event(1, "earlier"))),
             "GET /v1/fine_tuning/jobs/ftjob-1/checkpoints": (200, listed({
                 "id": "ftckpt-1", "object": "fine_tuning.job.checkpoint", "created_at": 1_700_000_000,
@@ -82,9 +96,10 @@ class FakeServer:
                 self._send(*server.answers.get(f"{self.command} {path}", missing))
 
             def _send(self, status: int, answer: Any) -> None:
-                data = json.dumps(answer).encode()
+                raw = isinstance(answer, bytes)
+                data = answer if raw else json.dumps(answer).encode()
                 self.send_response(status)
-                self.send_header("content-type", "application/json")
+                self.send_header("content-type", "application/octet-stream" if raw else "application/json")
                 self.send_header("x-should-retry", "false")
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
