@@ -130,6 +130,9 @@ class ServerConfig:
     shutdown_timeout: float = _setting(
         30.0, number(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
     )
+    allow_outbound: bool = _setting(
+        False, switch, "", "Let the trackers of jobs (wandb, mlflow, trackio) send; otherwise they write files."
+    )
     metrics_prefix: str = _setting(
         "fineinfer:", metrics_prefix, "PREFIX", "Prefix of metric names; vllm: fits vLLM's dashboards."
     )
@@ -143,6 +146,9 @@ class TrainConfig:
     """The adapter that is trained from the start; None means ``auto``, resolved from the data at job creation."""
 
     lora_train: Path | None = _setting(None, file_path, "FILE", "Chat JSONL to train an adapter on beside serving.")
+    validation_file: Path | None = _setting(
+        None, file_path, "FILE", "Rows to evaluate that adapter on while it trains."
+    )
     lora_train_name: str = _setting("my-lora", text, "NAME", "Name under which that adapter is served.")
     lora_r: int | None = _setting(None, whole(1, 512), "N", "Adapter rank (default 16).")
     lora_alpha: float | None = _setting(None, number(0, low_open=True), "X", "Adapter alpha (default 2 x rank).")
@@ -219,7 +225,10 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names."""
+        """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names.
+
+        And ``validation_file``, a path.
+        """
         flat = dataclasses.asdict(self.train) | dataclasses.asdict(self.optimizer)
         for name in ("lora_train", "lora_train_name"):
             del flat[name]
@@ -327,8 +336,9 @@ def _check(config: Config) -> None:
         )
     if config.train.lora_train is None:
         return
-    if not config.train.lora_train.is_file():
-        raise ConfigError(f"--lora-train: no such file: {config.train.lora_train}")
+    for flag, path in (("--lora-train", config.train.lora_train), ("--validation-file", config.train.validation_file)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{flag}: no such file: {path}")
     if config.train.lora_r is not None and config.train.lora_r > config.memory.max_lora_rank:
         raise ConfigError(
             f"--lora-r {config.train.lora_r} is above --max-lora-rank {config.memory.max_lora_rank}: "

@@ -18,6 +18,7 @@ from fineinfer.server import (
     routes_fine_tuning,
     routes_health,
     routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_models,
     routes_tokenize,
@@ -40,6 +41,7 @@ _ROUTES = (
     routes_files,
     routes_fine_tuning,
     routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_health,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from fineinfer.messages import TrainingSettings
+from fineinfer.server.errors import ApiError
 from fineinfer.server.job_params import JobRequest, echo_hyperparameters, echo_lora
 from fineinfer.store import JobRecord, JobStatus, Store, now
 
@@ -47,6 +48,24 @@ def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
         "progress": progress,
         "queue_position": store.jobs.queue_position(job),
     }
+
+
+def require_job(store: Store, job_id: str) -> JobRecord:
+    """The job.
+
+    Raises:
+        ApiError: 404, there is none with this id.
+    """
+    job = store.jobs.get(job_id)
+    if job is None:
+        raise job_not_found(job_id)
+    return job
+
+
+def job_not_found(job_id: str) -> ApiError:
+    """404 for an id that no job has."""
+    message = f"Could not find fine-tuning job: {job_id[:64]}"
+    return ApiError(404, message, param="fine_tuning_job_id", code="job_not_found")
 
 
 _DATA_KEYS = ("format", "examples", "tokens", "trainable_tokens", "skipped", "truncated", "eval")

@@ -37,7 +37,6 @@ class JobSettings:
         revision: Branch, tag or commit of a hub id.
         max_lora_rank: Largest rank the engine serves.
         defaults: What ``auto`` and unset hyperparameters mean.
-        allow_outbound: Whether trackers may send what they write.
     """
 
     base_model: str
@@ -45,7 +44,6 @@ class JobSettings:
     revision: str | None = None
     max_lora_rank: int = 64
     defaults: TrainingSettings = field(default_factory=TrainingSettings)
-    allow_outbound: bool = False
 
 
 def model_path(settings: JobSettings) -> Path:

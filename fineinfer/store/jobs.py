@@ -307,11 +307,6 @@ class JobStore:
         rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, newest_first))
         return [_typed(row, EventRecord, ("data",)) for row in rows], more
 
-    def event(self, event_id: str) -> EventRecord | None:
-        """The event as it is now (metrics may be added to one), or None."""
-        row = self._db.first("SELECT * FROM events WHERE id = ?", event_id)
-        return _typed(row, EventRecord, ("data",)) if row else None
-
     def metrics(self, job_id: str) -> list[EventRecord]:
         """The metrics of every step, in step order."""
         sql = "SELECT * FROM events WHERE job_id = ? AND step IS NOT NULL ORDER BY step"

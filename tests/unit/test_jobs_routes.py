@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from fineinfer.messages import LoraSpec, TrainingSettings
-from fineinfer.server import routes_files, routes_fine_tuning
+from fineinfer.server import routes_files, routes_fine_tuning, routes_job_watch
 from fineinfer.server.errors import install_error_handlers
 from fineinfer.server.job_params import JobRequest, Limits, data_settings, parse_job_request, resolve_settings
 from fineinfer.store import CheckpointRecord, JobStatus, Store, new_id, now, to_json
@@ -28,6 +28,7 @@ class FakeEngine:
     """Counts the notices to the supervisor."""
 
     notices = 0
+    shutting_down = False
 
     async def notify_store_changed(self) -> None:
         self.notices += 1
@@ -43,6 +44,7 @@ def app(tmp_path: Path) -> FastAPI:
     install_error_handlers(app)
     app.include_router(routes_files.router)
     app.include_router(routes_fine_tuning.router)
+    app.include_router(routes_job_watch.router)
     return app
 
 
@@ -248,7 +250,9 @@ def test_resolved_values_are_echoed_and_progress_shown(sdk: openai.OpenAI, http:
     assert (hyper["n_epochs"], hyper["batch_size"], hyper["learning_rate_multiplier"]) == (3, 4, 2.0)
     assert hyper["learning_rate"] == pytest.approx(4e-4)
     assert shown["method"]["supervised"]["hyperparameters"] == hyper
-    assert shown["data"] == dataset | {"eval": None} and shown["trained_tokens"] == 123 and shown["queue_position"] is None
+    assert (
+        shown["data"] == dataset | {"eval": None} and shown["trained_tokens"] == 123 and shown["queue_position"] is None
+    )
     assert shown["progress"]["percent"] == pytest.approx(16.67) and shown["progress"]["loss"] == 1.25
     assert shown["device_seconds"] == 12.346
     assert shown["estimated_finish"] >= now() + 58
