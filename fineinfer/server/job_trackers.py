@@ -51,17 +51,18 @@ class TensorBoardWriter:
     """An event file for TensorBoard and ``metrics.jsonl`` in one folder; each run of the job makes a new event file.
 
     Args:
-        folder: Created if missing. Replayed steps are written again: TensorBoard shows the newer file's.
+        folder: Created if missing. Steps that are replayed after a crash replace, in TensorBoard, those written before.
     """
 
     def __init__(self, folder: Path) -> None:
         # 90 ms, so not before a job runs; no torch and no TensorFlow comes with it
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._event, self._summary = Event, Summary
+        self._begin: Any = SessionLog(status=SessionLog.START)
         now_s = time.time()
         name = f"events.out.tfevents.{int(now_s)}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._records = RecordWriter((folder / name).open("xb"))
@@ -74,6 +75,9 @@ class TensorBoardWriter:
 
     def write(self, step: int, time_s: float, values: Values) -> None:
         """One point."""
+        if self._begin is not None:
+            self._put(self._event(wall_time=time_s, step=step, session_log=self._begin))
+            self._begin = None
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._put(self._event(wall_time=time_s, step=step, summary=self._summary(value=scalars)))
         self._lines.write(msgspec.json.encode({"step": step, "time": round(time_s, 3), **values}) + b"\n")
@@ -252,7 +256,7 @@ class JobTrackers:
         kind = integration["type"]
         return {
             "kind": kind,
-            "options": {"name": job.name, **integration[kind]},
+            "options": {"name": f"{job.name}-{job.id[6:12]}", **integration[kind]},  # trackio knows runs by name
             "job_id": job.id,
             "folder": str(self._store.state_dir / "trackers"),
             "job_dir": str(self._store.job_dir(job.id)),
