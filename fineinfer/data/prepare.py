@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import sys
 import threading
@@ -221,11 +222,14 @@ def held_out(index: int, fraction: float, seed: int) -> bool:
     """
     if not fraction:
         return False
-    for block in {int(index * fraction), int((index + 1) * fraction)}:
-        digest = hashlib.sha256(f"{seed}:{block}".encode()).digest()
-        if int((block + int.from_bytes(digest[:6]) / 2**48) / fraction) == index:
-            return True
-    return False
+    block = int(index * fraction)
+    while math.ceil(block / fraction) > index:  # by how much division rounds
+        block -= 1
+    while math.ceil((block + 1) / fraction) <= index:
+        block += 1
+    first, end = math.ceil(block / fraction), math.ceil((block + 1) / fraction)
+    digest = hashlib.sha256(f"{seed}:{block}".encode()).digest()
+    return first + int.from_bytes(digest[:8]) % (end - first) == index
 
 
 def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummary | ProblemReport:

@@ -46,6 +46,9 @@ class MetricsWriter(Protocol):
     def close(self) -> None:
         """The job has ended or stopped."""
 
+    def release(self) -> None:
+        """Let go of files and processes, closed or not."""
+
 
 class TensorBoardWriter:
     """An event file for TensorBoard and ``metrics.jsonl`` in one folder; each run of the job makes a new event file.
@@ -88,6 +91,12 @@ class TensorBoardWriter:
         self._records.close()
         self._lines.close()
 
+    def release(self) -> None:
+        """Close both files, also when one cannot write its rest."""
+        for file in (self._records, self._lines):
+            with contextlib.suppress(OSError):
+                file.close()
+
 
 class TrackerProcess:
     """A tracker in a child, ``python -m fineinfer.server.tracker_child``, that reads points as JSON lines.
@@ -123,17 +132,24 @@ class TrackerProcess:
 
     def close(self) -> None:
         """Let it finish; it is killed if that takes longer than FINISH_S."""
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
+        self._close_stdin()
         try:
             status = self.process.wait(FINISH_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
             raise TrackerError(f"it did not finish within {FINISH_S:g} s") from None
         if status != 0:
             raise TrackerError(self._reason())
+
+    def release(self) -> None:
+        """Kill it, if it still runs."""
+        self.process.kill()
+        self.process.wait()
+        self._close_stdin()
+
+    def _close_stdin(self) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
 
     def _reason(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -181,14 +197,16 @@ class _Sink(threading.Thread):
             self._writer.close()
         except Exception as error:  # whatever a tracker does, the job goes on
             self._give_up(str(error) or type(error).__name__)
+        finally:
+            if self._writer is not None:
+                self._writer.release()
 
     def _give_up(self, reason: str) -> None:
         if not self._dead.is_set():
             self._dead.set()
             self._failed(self._label, " ".join(reason.split()))
         if isinstance(self._writer, TrackerProcess):
-            with contextlib.suppress(ProcessLookupError):
-                self._writer.process.kill()
+            self._writer.process.kill()  # so that a write to it ends
 
 
 class JobTrackers:

@@ -153,8 +153,10 @@ def pick_points(rows: Sequence[dict[str, Any]], max_points: int) -> list[int]:
     Evaluations get up to half of the points, training losses the rest: of each stretch the first, the last, the lowest
     and the highest, so that no spike and no end is lost.
     """
+    if len(rows) <= max_points:
+        return list(range(len(rows)))
     evaluated = [index for index, row in enumerate(rows) if row.get("valid_loss") is not None]
-    kept = set(_thin(evaluated, rows, "valid_loss", max_points // 2) if len(rows) > max_points else evaluated)
+    kept = set(_thin(evaluated, rows, "valid_loss", max_points // 2)) if max_points >= 8 else set[int]()
     kept.update(_thin(range(len(rows)), rows, "train_loss", max_points - len(kept)))
     return sorted(kept)
 
