@@ -26,6 +26,7 @@ from fineinfer.messages import (
     FromEngine,
     JobCheckpoint,
     JobEnded,
+    JobStarted,
     PauseJob,
     StartJob,
     ToEngine,
@@ -76,6 +77,7 @@ class JobManager:
         self._wake = asyncio.Event()
         self._engine: EngineInfo | None = None
         self._active: str | None = None  # the job the engine has, until its JobEnded
+        self._started = False  # the engine said so of it
         self._stop: type[PauseJob | CancelJob] | None = None  # what the engine was last told of it
         self._unfinished: set[str] = set()  # jobs whose result file could not be written
         self._retry: asyncio.TimerHandle | None = None  # when it is tried again
@@ -183,7 +185,7 @@ class JobManager:
         job = next(iter(self._store.jobs.with_status(JobStatus.RUNNING)), None) or self._store.jobs.start_next()
         if job is None:
             return
-        self._active, self._stop = job.id, None
+        self._active, self._started, self._stop = job.id, False, None
         await self._send(self._start_message(job))
 
     def _start_message(self, job: JobRecord) -> StartJob:
@@ -236,15 +238,21 @@ class JobManager:
     async def on_engine_message(self, message: FromEngine) -> None:
         """Apply one job event of the engine to the store; events of a job that has ended change nothing."""
         if isinstance(message, JobEnded):
-            if message.job_id != self._active:  # said twice
+            if message.job_id != self._active or self._is_late(message):
                 return
             self._active = None
+        elif isinstance(message, JobStarted):
+            self._started = self._started or message.job_id == self._active
         self.reports.apply(message)
         if isinstance(message, JobEnded):
             self._settle()
             self.wake()
         elif isinstance(message, JobCheckpoint):
             await self._adapters.send_news()
+
+    def _is_late(self, message: JobEnded) -> bool:
+        """Whether it answers a pause of the run before, which had ended by itself when the engine heard of that."""
+        return message.status == "paused" and message.error_code is None and not self._started
 
     # ------------------------------------------------------------ --lora-train
 

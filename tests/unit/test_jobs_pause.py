@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fineinfer.messages import CancelJob, JobEnded, PauseJob, SetAdapter, StartJob
+from fineinfer.messages import CancelJob, JobEnded, JobStarted, PauseJob, SetAdapter, StartJob
 from fineinfer.server import job_endings, job_manager
 from fineinfer.store import JobStateConflictError, JobStatus
 
@@ -22,9 +22,14 @@ async def trained(w: World, name: str = "lora", steps: int = 1, **request: Any) 
     job = w.submit(name, **request)
     await w.up()
     await w.running(job)
+    await w.tell(started(job))
     for step in range(1, steps + 1):
         await w.tell(progress(job.id, step), checkpoint(job.id, name, step))
     return job
+
+
+def started(job: Any) -> JobStarted:
+    return JobStarted(job_id=job.id, step=0, total_steps=4, steps_per_epoch=4, num_trainable_parameters=7)
 
 
 def paused(job: Any, **why: str) -> JobEnded:
@@ -47,7 +52,7 @@ def test_a_queued_job_is_paused_at_once_and_keeps_its_place(tmp_path: Path) -> N
             await w.running(third)
             w.ask("pause", third)
             await w.until(lambda: PauseJob(job_id=third.id) in w.sent)
-            await w.tell(paused(third))
+            await w.tell(started(third), paused(third))
             assert second.id not in w.started()
             w.ask("resume", second)
             await w.running(second)
@@ -115,6 +120,23 @@ def test_an_engine_that_dies_while_a_job_is_pausing_has_paused_it(tmp_path: Path
     run(scenario())
 
 
+def test_a_late_answer_to_a_pause_does_not_end_the_next_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            job = await trained(w)
+            w.ask("pause", job)
+            await w.until(lambda: PauseJob(job_id=job.id) in w.sent)
+            await w.tell(paused(job, error_code="disk_full", error_message="full"))  # it had before it heard of it
+            w.ask("resume", job)
+            await w.until(lambda: w.started().count(job.id) == 2)
+            await w.tell(paused(job))
+            assert w.status(job) is JobStatus.RUNNING
+            await w.tell(started(job), progress(job.id, 2), paused(job))
+            assert w.status(job) is JobStatus.PAUSED
+
+    run(scenario())
+
+
 def test_a_full_disk_pauses_the_job_and_says_why(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
@@ -146,7 +168,7 @@ def test_what_a_job_cannot_do_now_is_refused_with_what_it_does(tmp_path: Path) -
             w.ask("pause", job)
             refused(jobs.pause, jobs.resume, doing="is pausing")
             await w.until(lambda: PauseJob(job_id=job.id) in w.sent)
-            await w.tell(paused(job))
+            await w.tell(started(job), paused(job))
             refused(jobs.pause, doing="is paused")
             w.ask("cancel", job)
             refused(jobs.pause, jobs.resume, jobs.cancel, doing="has already been cancelled")
@@ -322,8 +344,8 @@ def test_watchers_hear_what_counted_and_cannot_hold_up_the_job(tmp_path: Path) -
             await w.tell(evaluation(job.id, 1, 1.0), evaluation("stranger", 1, 1.0))
             await w.tell(JobEnded(job_id=job.id, status="succeeded"), progress(job.id, 2))
             assert heard == [
-                ("JobProgress", "running"), ("JobCheckpoint", "running"), ("JobEval", "running"),
-                ("JobEnded", "finalizing"),
+                ("JobStarted", "running"), ("JobProgress", "running"), ("JobCheckpoint", "running"),
+                ("JobEval", "running"), ("JobEnded", "finalizing"),
             ]  # fmt: skip
             assert w.status(job) is JobStatus.SUCCEEDED
 
