@@ -40,7 +40,7 @@ from fineinfer.server.metrics import ServerMetrics
 from fineinfer.store import NameTakenError, Store
 
 JOBS = "/v1/fine_tuning/jobs"
-KEYS, NAMES, STEPS = ("key-0", "key-1"), ("a", "b", "c", "d"), 5
+KEYS, NAMES, STEPS = ("key-0", "key-1"), ("a", "b", "c", "d", "e", "f"), 5
 ENDED = {"succeeded", "failed", "cancelled"}
 AT_ENGINE = {"running", "pausing"}
 ACTIONS: dict[str, dict[str, str]] = {
@@ -303,7 +303,7 @@ class Life:
             if job.status == "queued" and now == "running":
                 self._note_start(job)
             job.status, job.deaths = now, record.num_engine_deaths
-            job.steps = {v.step for v in self.store.adapters.versions(job.name) if v.job_id == job.id}
+            job.steps = {checkpoint.step for checkpoint in self.store.jobs.checkpoints(job.id)[0]}
         self.current = {a.name: None for a in self.store.adapters.all()}
         self.current |= {a.name: a.step for a in self.store.adapters.current()}
         self.manager = self._new_manager()
@@ -453,7 +453,11 @@ class Life:
             assert (record.finished_at is not None) == (status in ENDED)
             assert (record.error is not None) == (status == "failed")
             assert bool(record.result_files) == (status == "succeeded")
-            assert record.num_engine_deaths == self.jobs[record.id].deaths
+            job = self.jobs[record.id]
+            assert record.num_engine_deaths == job.deaths
+            assert {checkpoint.step for checkpoint in store.jobs.checkpoints(job.id)[0]} == job.steps
+            versions = {version.step for version in store.adapters.versions(job.name) if version.job_id == job.id}
+            assert versions == job.steps or (not versions and status in ENDED), "both are committed, or neither"
         assert sum(job.status in AT_ENGINE for job in self.jobs.values()) <= 1
         means: dict[str, int | None] = {adapter.name: None for adapter in store.adapters.all()}
         assert means | {a.name: a.step for a in store.adapters.current()} == self.current

@@ -14,10 +14,10 @@ from fineinfer.server.job_validation import Validation
 
 from .jobs_life import KEYS, NAMES, Life, scripted_child
 
-NUM_CALLS, CALLS_PER_LIFE = 1_200, 60
+NUM_CALLS, CALLS_PER_LIFE = 1_200, 120
 MID_KINDS = ("cancel", "pause", "resume", "create", "engine", "engine dies", "die")
-HAPPENINGS = ("create",) * 4 + ("act",) * 7 + ("get", "delete", "local") + ("engine",) * 6 + ("turn",) * 4 + (
-    "engine dies", "server dies", "calm")  # fmt: skip
+HAPPENINGS = ("create",) * 4 + ("act",) * 6 + ("get", "delete", "local") + ("engine",) * 6 + ("deliver",) * 8 + (
+    "turn",) * 6 + ("engine dies", "server dies", "calm")  # fmt: skip
 
 Mid = list[tuple[str, int, int]]
 
@@ -44,7 +44,7 @@ def happen(life: Life, rng: random.Random) -> None:
         fault = rng.randrange(4) if rng.random() < 0.2 else -1
         life.create(worker, user, rng.choice(NAMES), key, rng.random() < 0.15, fault)
     elif what == "act":
-        life.act(worker, user, rng.choice(("pause", "pause", "resume", "resume", "cancel")), index)
+        life.act(worker, user, rng.choice(("pause",) * 3 + ("resume",) * 3 + ("cancel",)), index)
     elif what == "get":
         life.get(worker, user, index)
     elif what == "delete":
@@ -53,10 +53,11 @@ def happen(life: Life, rng: random.Random) -> None:
         life.create_local(rng.choice(NAMES), rng.randint(-1, 1), rng.random() < 0.5)
     elif what == "engine":
         life.engine_works(rng.randrange(100), rng.randrange(100))
-        life.deliver(some_mid(rng), rng.randrange(8) if rng.random() < 0.1 else None)
+    elif what == "deliver":
+        life.deliver(some_mid(rng), rng.randrange(6) if rng.random() < 0.25 else None)
     elif what == "turn":
         life.boot(some_mid(rng))
-        life.turn(some_mid(rng), rng.randrange(8) if rng.random() < 0.15 else None)
+        life.turn(some_mid(rng), rng.randrange(6) if rng.random() < 0.2 else None)
     elif what == "engine dies":
         life.engine_dies()
     elif what == "server dies":
@@ -116,9 +117,10 @@ class JobLife(RuleBasedStateMachine):
             self.life.boot([])
         self.life.turn(mid, fuse)
 
-    @rule(what=st.integers(0, 7), step=st.integers(0, 4), mid=mids, fuse=fuses)
-    def engine(self, what: int, step: int, mid: Mid, fuse: int | None) -> None:
-        self.life.engine_works(what, step)
+    @rule(what=st.lists(st.integers(0, 7), max_size=2), step=st.integers(0, 4), mid=mids, fuse=fuses)
+    def engine(self, what: list[int], step: int, mid: Mid, fuse: int | None) -> None:
+        for kind in what:
+            self.life.engine_works(kind, step)
         self.life.deliver(mid, fuse)
 
     @rule()
