@@ -26,7 +26,6 @@ from fineinfer.messages import (
     FromEngine,
     JobCheckpoint,
     JobEnded,
-    JobStarted,
     PauseJob,
     StartJob,
     ToEngine,
@@ -77,7 +76,6 @@ class JobManager:
         self._wake = asyncio.Event()
         self._engine: EngineInfo | None = None
         self._active: str | None = None  # the job the engine has, until its JobEnded
-        self._started = False  # the engine said so of it
         self._stop: type[PauseJob | CancelJob] | None = None  # what the engine was last told of it
         self._unfinished: set[str] = set()  # jobs whose result file could not be written
         self._retry: asyncio.TimerHandle | None = None  # when it is tried again
@@ -185,7 +183,7 @@ class JobManager:
         job = next(iter(self._store.jobs.with_status(JobStatus.RUNNING)), None) or self._store.jobs.start_next()
         if job is None:
             return
-        self._active, self._started, self._stop = job.id, False, None
+        self._active, self._stop = job.id, None
         await self._send(self._start_message(job))
 
     def _start_message(self, job: JobRecord) -> StartJob:
@@ -241,8 +239,6 @@ class JobManager:
             if message.job_id != self._active or self._is_late(message):
                 return
             self._active = None
-        elif isinstance(message, JobStarted):
-            self._started = self._started or message.job_id == self._active
         self.reports.apply(message)
         if isinstance(message, JobEnded):
             self._settle()
@@ -252,7 +248,7 @@ class JobManager:
 
     def _is_late(self, message: JobEnded) -> bool:
         """Whether it answers a pause of the run before, which had ended by itself when the engine heard of that."""
-        return message.status == "paused" and message.error_code is None and not self._started
+        return message.status == "paused" and message.error_code is None and self._stop is None
 
     # ------------------------------------------------------------ --lora-train
 

@@ -314,6 +314,7 @@ class Life:
         self.up = up
         self.in_engine: str | None = None
         self.told: str | None = None  # of the job there
+        self.asked = False  # whether the manager has sent a pause or cancel since its last StartJob
         self.outbox: list[Any] = []
         self.engine_names: dict[str, int] = {}
         self.engine_steps: set[tuple[str, int]] = set()
@@ -347,19 +348,21 @@ class Life:
 
     def _engine_hears(self, message: Any) -> None:
         if isinstance(message, StartJob):
-            assert self.in_engine is None, "the engine has one job at a time"
+            assert self.in_engine is None or self.told, "the engine has one job at a time"
+            if self.in_engine is not None:  # which it lets go of, as it was told before
+                self.outbox.append(JobEnded(job_id=self.in_engine, status=str(self.told)))
             job = self.jobs[message.job_id]
             if job.status == "queued":
                 assert self.order()[0] == job.id, "out of turn"
                 self._note_start(job)
                 job.status = "running"
             assert job.status == "running"
-            self.in_engine, self.told = job.id, None
+            self.in_engine, self.told, self.asked = job.id, None, False
             self.outbox.append(JobStarted(
                 job_id=job.id, step=0, total_steps=STEPS, steps_per_epoch=STEPS, num_trainable_parameters=1
             ))  # fmt: skip
         elif isinstance(message, (PauseJob, CancelJob)):
-            stop = "paused" if isinstance(message, PauseJob) else "cancelled"
+            stop, self.asked = "paused" if isinstance(message, PauseJob) else "cancelled", True
             assert self.jobs[message.job_id].status == ("pausing" if stop == "paused" else "cancelled")
             if message.job_id == self.in_engine:
                 assert self.told != stop, "said once"
@@ -418,7 +421,8 @@ class Life:
         message = self.outbox.pop(0)
         job = self.jobs[message.job_id]
         late = isinstance(message, JobEnded) and (
-            self.manager._active != job.id or (message.status == "paused" and self._started_waits(job, message))
+            self.manager._active != job.id
+            or (message.status == "paused" and message.error_code is None and not self.asked)
         )
         if job.status in AT_ENGINE and not late:
             if isinstance(message, JobProgress):
@@ -433,11 +437,6 @@ class Life:
                 else:
                     job.status = message.status
         await self.manager.on_engine_message(message)
-
-    def _started_waits(self, job: Job, message: JobEnded) -> bool:
-        """Whether the engine's word that this run began is still on its way: then this is of the run before."""
-        later = any(isinstance(other, JobStarted) and other.job_id == job.id for other in self.outbox)
-        return message.error_code is None and later
 
     # ------------------------------------------------------------ what holds
 

@@ -129,9 +129,12 @@ def test_a_late_answer_to_a_pause_does_not_end_the_next_run(tmp_path: Path) -> N
             await w.tell(paused(job, error_code="disk_full", error_message="full"))  # it had before it heard of it
             w.ask("resume", job)
             await w.until(lambda: w.started().count(job.id) == 2)
-            await w.tell(paused(job))
+            await w.tell(paused(job), started(job), progress(job.id, 2), paused(job))
             assert w.status(job) is JobStatus.RUNNING
-            await w.tell(started(job), progress(job.id, 2), paused(job))
+            w.sent.clear()
+            w.ask("pause", job)
+            await w.until(lambda: PauseJob(job_id=job.id) in w.sent)
+            await w.tell(paused(job))
             assert w.status(job) is JobStatus.PAUSED
 
     run(scenario())
