@@ -84,7 +84,8 @@ class JobManager:
         self._engine: EngineInfo | None = None
         self._active: str | None = None  # the job the engine has, until its JobEnded
         self._stop: type[PauseJob | CancelJob] | None = None  # what the engine was last told of it
-        self._unfinished: set[str] = set()  # finalizing, but the result file could not be written
+        self._unfinished: set[str] = set()  # jobs whose result file could not be written
+        self._retry: asyncio.TimerHandle | None = None  # when it is tried again
         self._adapters = AdapterSync(store, send)
         self.reports = JobReports(store)
         self._validation: Validation | None = None
@@ -115,6 +116,8 @@ class JobManager:
                         async with asyncio.timeout(POLL_S):
                             await self._wake.wait()
         finally:
+            if self._retry is not None:
+                self._retry.cancel()
             if self._validation is not None:
                 await self._validation.stop()
 
@@ -139,7 +142,8 @@ class JobManager:
                 with contextlib.suppress(JobStateConflictError):
                     pause(self._store, job, None)
         for job in self._store.jobs.with_status(JobStatus.FINALIZING):
-            self._finalize(job)
+            if self._retry is None:
+                self._finalize(job)
 
     def _finalize(self, job: JobRecord) -> None:
         try:
@@ -149,7 +153,11 @@ class JobManager:
                 self._unfinished.add(job.id)
                 text = f"The result file cannot be written and is tried again: {error.strerror or error}"
                 self._store.jobs.add_event(job.id, "error", text)
-            asyncio.get_running_loop().call_later(RETRY_S, self.wake)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self.wake()
 
     async def _stop_what_is_unwanted(self) -> None:
         validation = self._validation
@@ -235,7 +243,7 @@ class JobManager:
     async def on_engine_message(self, message: FromEngine) -> None:
         """Apply one job event of the engine to the store; events of a job that has ended change nothing."""
         if isinstance(message, JobEnded):
-            if message.job_id != self._active:  # said twice
+            if message.job_id != self._active or self._is_late(message):
                 return
             self._active = None
         self.reports.apply(message)
@@ -244,6 +252,10 @@ class JobManager:
             self.wake()
         elif isinstance(message, JobCheckpoint):
             await self._adapters.send_news()
+
+    def _is_late(self, message: JobEnded) -> bool:
+        """Whether it answers a pause of the run before, which had ended by itself when the engine heard of that."""
+        return message.status == "paused" and message.error_code is None and self._stop is None
 
     # ------------------------------------------------------------ --lora-train
 
