@@ -2,10 +2,10 @@
 
     python benchmarks/finetune_quality.py --data ../shared/data/gsm8k_chat.jsonl
 
-The first ``--chats`` conversations that fit are trained on by the trainer of `fineinfer serve` and by transformers, PEFT
-and AdamW: the same rows in the same batches, the same start, settings and precision. The next ``--held-out`` ones are
-judged at the same steps: for PEFT its running model, for FineInfer the adapters that it published, loaded by PEFT, so
-that the files are judged too. The base model is the embedded one. Prints a table, appends to
+The first ``--chats`` conversations that fit are trained on, by the trainer of `fineinfer serve` and by transformers +
+PEFT with AdamW: the same rows in the same batches, the same start, settings and precision. The next ``--held-out`` ones
+are judged at the same steps: for PEFT its running model, for FineInfer the adapters that it published, loaded by PEFT,
+so that the files are judged too. The base model is the embedded one. Prints a table, appends to
 results/finetune_quality.csv and draws docs/finetune_quality.svg. About a quarter of an hour on two quiet cores.
 
 Data: ../shared/data/gsm8k_chat.jsonl is Grade School Math (MIT, OpenAI); any chat JSONL will do.
