@@ -183,6 +183,21 @@ def test_a_files_content_goes_to_standard_output_or_a_file(
     assert main(["files", "content", "file-1", "-o", str(tmp_path / "none" / "x")]) == 1
 
 
+def test_transfers_show_a_bar_on_a_terminal_only(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 300_000)
+    arguments = ["files", "content", "file-1", "-o", str(tmp_path / "out")]
+    assert main(["files", "upload", str(path)]) == 0 and main(arguments) == 0
+    assert capsys.readouterr() == ("file-1\n", "")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert main(["files", "upload", str(path)]) == 0 and main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "file-1\n" and "a.jsonl" in shown.err and "300.0/300.0 kB" in shown.err
+    assert "content" in shown.err and "3/3 bytes" in shown.err
+
+
 def test_create_uploads_a_local_file(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{}\n")
