@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 from urllib.parse import quote
 
 import typer
@@ -27,10 +27,10 @@ from fineinfer.cli.client import (
 
 if TYPE_CHECKING:
     from openai import OpenAI
-    from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+    from openai.types.fine_tuning import FineTuningJobEvent
 
 ENDED = ("succeeded", "failed", "cancelled")
-_POLL_S = 0.5
+_PAUSE_S = 0.5
 _TABLE_ROWS = 20
 
 
@@ -41,28 +41,34 @@ def events(
     json: JsonOption = False,
 ) -> None:
     """Show a job's events, oldest first; with -f exits 0 if the job succeeds. On a terminal a bar shows its steps."""
-    seen: set[str] = set()
-    with connect(url) as client, _watching(follow and not json) as (show, say):
-        while True:
-            job = client.fine_tuning.jobs.retrieve(job_id)  # before the events: the last ones are not missed
-            for event in _new_events(client, job_id, seen):
-                say(event) if not json else typer.echo(codec.dumps(event.to_dict(), ensure_ascii=False))
-            show(job)
-            if not follow or job.status in ENDED:
-                break
-            time.sleep(_POLL_S)
+    with connect(url) as client, _saying(follow and not json) as say:
+        found = _stream(client, job_id) if follow else reversed(list(client.fine_tuning.jobs.list_events(job_id)))
+        for event in found:
+            if json:
+                typer.echo(codec.dumps(event.to_dict(), ensure_ascii=False))
+            else:
+                say(event)
+        job = client.fine_tuning.jobs.retrieve(job_id)
     if follow and job.status != "succeeded":
         raise CliError(f"{job_id} {job.status}" + (f": {job.error.message}" if job.error else ""))
 
 
-def _new_events(client: OpenAI, job_id: str, seen: set[str]) -> list[FineTuningJobEvent]:
-    fresh = []
-    for event in client.fine_tuning.jobs.list_events(job_id, limit=100):  # newest first, page by page
-        if event.id in seen:
-            break
-        seen.add(event.id)
-        fresh.append(event)
-    return fresh[::-1]
+def _stream(client: OpenAI, job_id: str) -> Iterator[FineTuningJobEvent]:
+    """The events as they come, until the job ends; after a broken connection they go on where they were."""
+    from openai import APIConnectionError, Stream
+    from openai.types.fine_tuning import FineTuningJobEvent
+
+    route, params = f"/fine_tuning/jobs/{quote(job_id, safe='')}/events", {"stream": "true", "limit": "100"}
+    kind, options = Stream[FineTuningJobEvent], cast(Any, {"params": params})
+    while True:
+        with client.get(route, cast_to=FineTuningJobEvent, stream=True, stream_cls=kind, options=options) as found:
+            try:
+                for event in found:
+                    params["after"] = event.id
+                    yield event
+                return
+            except APIConnectionError:  # behind the first byte the SDK does not try again by itself
+                time.sleep(_PAUSE_S)
 
 
 def _event_line(event: FineTuningJobEvent) -> str:
@@ -71,36 +77,33 @@ def _event_line(event: FineTuningJobEvent) -> str:
 
 
 @contextmanager
-def _watching(
-    follow: bool,
-) -> Iterator[tuple[Callable[[FineTuningJob], None], Callable[[FineTuningJobEvent], None]]]:
-    """What to do with each state of the job and each event: lines, and on a terminal a bar instead of metrics."""
+def _saying(follow: bool) -> Iterator[Callable[[FineTuningJobEvent], None]]:
+    """What to do with each event: a line, and on a terminal that follows a job a bar instead of its metrics' lines."""
     if not follow or not sys.stdout.isatty():
-        yield lambda job: None, lambda event: typer.echo(_event_line(event))
+        yield lambda event: typer.echo(_event_line(event))
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.fields[status]}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns) as bars:
-        task = bars.add_task("", total=None, status="")
-
-        def show(job: FineTuningJob) -> None:
-            state: dict[str, Any] = getattr(job, "progress", None) or {}
-            total, step = state.get("total_steps"), state.get("step") or 0
-            bars.update(task, total=total, completed=step, status=job.status, description=progress_words(state))
+    state: dict[str, Any] = {}
+    with Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")) as bars:
+        task = bars.add_task("", total=None)
 
         def say(event: FineTuningJobEvent) -> None:
-            if event.type != "metrics":
+            state.update(event.data if isinstance(event.data, dict) else {})
+            if event.type == "metrics":
+                done, total = state.get("step") or 0, state.get("total_steps")
+                bars.update(task, total=total, completed=done, description=progress_words(state))
+            else:
                 bars.console.print(_event_line(event), highlight=False, markup=False, soft_wrap=True)
 
-        yield show, say
+        yield say
 
 
 def progress_words(state: dict[str, Any]) -> str:
     """A job's progress beside its bar: losses, speed and the time left."""
     left = state.get("eta_seconds")
-    parts = [f"{name} {decimals(state[key])}" for name, key in (("loss", "loss"), ("eval", "eval_loss"))
-             if state.get(key) is not None]  # fmt: skip
+    names = (("loss", "train_loss"), ("eval", "valid_loss"))
+    parts = [f"{name} {decimals(state[key])}" for name, key in names if state.get(key) is not None]
     parts += [f"{state['tokens_per_second']:.0f} tok/s"] if state.get("tokens_per_second") else []
     parts += [f"{int(left) // 3600}:{int(left) // 60 % 60:02d}:{int(left) % 60:02d} left"] if left else []
     return " · ".join(parts)

@@ -52,11 +52,19 @@ def listed(*items: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": list(items), "has_more": False}
 
 
+def streamed(*items: dict[str, Any], whole: bool = True) -> bytes:
+    """Events as a stream; one that is not whole breaks off."""
+    parts = [f"id: {item['id']}\ndata: {json.dumps(item)}\n\n" for item in items]
+    return "".join([*parts, "data: [DONE]\n\n" * whole]).encode()
+
+
 class FakeServer:
     """Answers from a table; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Any]] = []
+        self.queries: list[str] = []
+        self.streams: list[tuple[int, Any]] = []  # the next answers to `stream=true`
         self.answers: dict[str, tuple[int, Any]] = {
             "GET /v1/models": (200, listed(*({"id": name, "object": "model", "created": 1, "owned_by": "x"} | extra
                                              for name, extra in (("my-lora", {"parent": "base"}), ("base", {}))))),
@@ -85,7 +93,8 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                path = self.path.split("?")[0]
+                path, _, query = self.path.partition("?")
+                server.queries.append(query)
                 is_json = "json" in (self.headers.get("content-type") or "")
                 server.requests.append((f"{self.command} {path}", json.loads(body) if is_json and body else body))
                 if path == "/v1/chat/completions" and server.chat_status == 200:
@@ -93,7 +102,8 @@ class FakeServer:
                 missing = (404, {"error": {"message": f"no {path}", "type": "invalid_request_error", "code": "x"}})
                 if path == "/v1/chat/completions":
                     missing = (server.chat_status, {"error": {"message": "engine is\nrestarting"}})
-                self._send(*server.answers.get(f"{self.command} {path}", missing))
+                streams = server.streams if "stream=true" in query else []
+                self._send(*(streams.pop(0) if streams else server.answers.get(f"{self.command} {path}", missing)))
 
             def _send(self, status: int, answer: Any) -> None:
                 raw = isinstance(answer, bytes)
@@ -101,9 +111,12 @@ class FakeServer:
                 self.send_response(status)
                 self.send_header("content-type", "application/octet-stream" if raw else "application/json")
                 self.send_header("x-should-retry", "false")
-                self.send_header("content-length", str(len(data)))
+                # a stream that does not end as one: more was promised than comes
+                cut = raw and data.startswith(b"id: ") and b"[DONE]" not in data
+                self.send_header("content-length", str(len(data) + cut))
                 self.end_headers()
                 self.wfile.write(data)
+                self.close_connection = self.close_connection or cut
 
             def _stream(self, body: dict[str, Any]) -> None:
                 self.send_response(200)

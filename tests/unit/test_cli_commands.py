@@ -6,7 +6,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 
 import fineinfer
 from fineinfer.cli import chat as chat_command
-from fineinfer.cli import main
+from fineinfer.cli import ft_watch, main
 from fineinfer.cli.client import CliError, base_url
 from fineinfer.cli.serve import find_preset
 from fineinfer.config import SETTINGS, Config, ConfigError
 
-from .fake_api import FILE, JOB, FakeServer, event, listed, server
+from .fake_api import FILE, JOB, FakeServer, event, server, streamed
 
 __all__ = ["server"]  # a fixture
 
@@ -184,6 +183,21 @@ def test_a_files_content_goes_to_standard_output_or_a_file(
     assert main(["files", "content", "file-1", "-o", str(tmp_path / "none" / "x")]) == 1
 
 
+def test_transfers_show_a_bar_on_a_terminal_only(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"x" * 300_000)
+    arguments = ["files", "content", "file-1", "-o", str(tmp_path / "out")]
+    assert main(["files", "upload", str(path)]) == 0 and main(arguments) == 0
+    assert capsys.readouterr() == ("file-1\n", "")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert main(["files", "upload", str(path)]) == 0 and main(arguments) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "file-1\n" and "a.jsonl" in shown.err and "300.0/300.0 kB" in shown.err
+    assert "content" in shown.err and "3/3 bytes" in shown.err
+
+
 def test_create_uploads_a_local_file(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("{}\n")
@@ -281,25 +295,30 @@ def test_job_views(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> No
         json.loads(capsys.readouterr().out)
 
 
-def test_events_follow_to_the_end(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    def finish() -> None:
-        server.answers["GET /v1/fine_tuning/jobs/ftjob-1/events"] = (
-            200,
-            listed(event(3, "done"), event(2, "later"), event(1, "earlier")),
-        )
-        server.answers["GET /v1/fine_tuning/jobs/ftjob-1"] = (200, JOB | {"status": "succeeded"})
+def test_events_are_oldest_first(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ft", "events", "ftjob-1"]) == 0
+    assert [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()] == ["earlier", "later"]
 
-    timer = threading.Timer(0.3, finish)
-    timer.start()
+
+def test_events_follow_to_the_end_over_a_broken_connection(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ft_watch, "_PAUSE_S", 0.0)
+    server.streams = [
+        (200, streamed(event(1, "earlier"), event(2, "later"), whole=False)),
+        (200, streamed(event(3, "done"))),
+    ]
+    server.answers["GET /v1/fine_tuning/jobs/ftjob-1"] = (200, JOB | {"status": "succeeded"})
     assert main(["ft", "events", "ftjob-1", "-f"]) == 0
-    timer.join()
     messages = [line.split("  ")[-1] for line in capsys.readouterr().out.splitlines()]
     assert messages == ["earlier", "later", "done"]
+    assert "after" not in server.queries[0] and "after=ftevent-2" in server.queries[1]
 
 
 def test_events_of_a_failed_job_exit_1(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     failed = {"status": "failed", "error": {"code": "invalid_training_file", "message": "line 3: bad", "param": None}}
     server.answers["GET /v1/fine_tuning/jobs/ftjob-1"] = (200, JOB | failed)
+    server.streams = [(200, streamed(event(1, "earlier"), event(2, "later")))]
     assert main(["ft", "events", "ftjob-1", "--follow", "--json"]) == 1
     captured = capsys.readouterr()
     assert [json.loads(line)["message"] for line in captured.out.splitlines()] == ["earlier", "later"]
@@ -312,13 +331,15 @@ def test_a_terminal_shows_a_bar_and_no_metrics_lines(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # what rich asks for
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    state = {"step": 9, "total_steps": 9, "loss": 1.25, "eval_loss": 1.5, "tokens_per_second": 7.0, "eta_seconds": 3671}
-    server.answers["GET /v1/fine_tuning/jobs/ftjob-1"] = (200, JOB | {"status": "succeeded", "progress": state})
-    steps = event(3, "Step 9/9: training loss=1.25") | {"type": "metrics"}
-    server.answers["GET /v1/fine_tuning/jobs/ftjob-1/events"] = (200, listed(steps, event(1, "earlier [red]")))
+    state = {"step": 8, "total_steps": 9, "train_loss": 1.25, "tokens_per_second": 7.0, "eta_seconds": 3671}
+    step = event(3, "Step 8/9: training loss=1.25") | {"type": "metrics", "data": state}
+    judged = event(4, "Evaluation [red]") | {"data": {"valid_loss": 1.5}}
+    last = event(5, "Step 9/9") | {"type": "metrics", "data": state | {"step": 9}}
+    server.streams = [(200, streamed(step, judged, last))]
+    server.answers["GET /v1/fine_tuning/jobs/ftjob-1"] = (200, JOB | {"status": "succeeded"})
     assert main(["ft", "events", "ftjob-1", "-f"]) == 0
     shown = capsys.readouterr().out
-    assert "earlier [red]" in shown and "training loss" not in shown
+    assert "Evaluation [red]" in shown and "training loss" not in shown
     assert "9/9" in shown and "loss 1.2500 · eval 1.5000 · 7 tok/s · 1:01:11 left" in shown
 
 
