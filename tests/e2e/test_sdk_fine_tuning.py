@@ -34,8 +34,10 @@ def test_a_job_with_an_evaluation_set_from_upload_to_successor(embedded_server):
     client, base = embedded_server.openai, embedded_server.base_model
     rows = chat_rows(15)
     training, validation = _upload(client, rows[:12], "train.jsonl"), _upload(client, rows[12:], "valid.jsonl")
-    asked = {"n_epochs": 2, "batch_size": 4, "eval_steps": 2, "early_stopping": {"patience": 9}, "load_best_model_at_end": True, "lora": {"r": 8, "dropout": 0.05, "rank_pattern": {"q_proj": 4}},
-             "learning_rate": 1e-3}  # fmt: skip
+    asked = {
+        "n_epochs": 2, "batch_size": 4, "eval_steps": 2, "early_stopping": {"patience": 9}, "learning_rate": 1e-3,
+        "load_best_model_at_end": True, "lora": {"r": 8, "dropout": 0.05, "rank_pattern": {"q_proj": 4}},
+    }  # fmt: skip
     job = client.fine_tuning.jobs.create(
         model=base, training_file=training, validation_file=validation, suffix="watched", seed=3,
         method={"type": "supervised", "supervised": {"hyperparameters": asked}},
