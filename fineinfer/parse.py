@@ -46,6 +46,13 @@ def names(raw: object) -> tuple[str, ...]:
     return names
 
 
+def numbers(raw: object) -> dict[str, float]:
+    """``a=1,b=2.5``, or a mapping -> numbers by name; whole ones as int."""
+    items = raw.items() if isinstance(raw, dict) else [item.partition("=")[::2] for item in names(raw)]
+    found = {str(name).strip(): number(-math.inf)(value) for name, value in items}
+    return {name: int(value) if value.is_integer() else value for name, value in found.items()}
+
+
 def one_of(*choices: str) -> Callable[[object], str]:
     """A parser that takes one of the choices."""
 

@@ -17,6 +17,8 @@ from fineinfer.server import (
     routes_files,
     routes_fine_tuning,
     routes_health,
+    routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_models,
     routes_tokenize,
@@ -38,6 +40,8 @@ _ROUTES = (
     routes_tokenize,
     routes_files,
     routes_fine_tuning,
+    routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_health,
 )

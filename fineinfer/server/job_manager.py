@@ -33,9 +33,16 @@ from fineinfer.messages import (
 )
 from fineinfer.request import InvalidRequestError
 from fineinfer.server.adapter_sync import AdapterSync
-from fineinfer.server.job_creation import add_file, create_job
+from fineinfer.server.job_creation import add_file, check_references, create_job
 from fineinfer.server.job_endings import fail, finalize, pause
-from fineinfer.server.job_params import JobRequest, Limits, parse_hyperparameters, parse_suffix
+from fineinfer.server.job_params import (
+    JobRequest,
+    Limits,
+    check_together,
+    make_request,
+    parse_hyperparameters,
+    parse_suffix,
+)
 from fineinfer.server.job_reports import JobReports
 from fineinfer.server.job_validation import JobSettings, Validation
 from fineinfer.store import TERMINAL, JobRecord, JobStateConflictError, JobStatus, NameTakenError, Store
@@ -258,7 +265,7 @@ class JobManager:
         Args:
             path: Training file; copied into the store.
             name: Served name of the adapter.
-            overrides: Hyperparameters as in the REST body, and ``seed``.
+            overrides: Hyperparameters as in the REST body, ``seed``, and ``validation_file`` as a path.
 
         Raises:
             LocalJobError: The settings are wrong, the file cannot be read or the name is taken.
@@ -268,18 +275,24 @@ class JobManager:
         try:
             parse_suffix(name, limits.base_model, "--lora-train-name")
             seed = values.pop("seed", self._settings.defaults.seed)
+            validation: Path | None = values.pop("validation_file", None)
             parsed = parse_hyperparameters(values, limits)
             content = file_sha256(path)
-            facts = msgspec.json.encode([content, name, limits.base_model, seed, parsed], order="sorted")
-            key = hashlib.sha256(facts).hexdigest()
+            facts = [content, name, limits.base_model, seed, parsed]
+            if validation is not None:
+                facts.append(file_sha256(validation))
+            key = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
             job = self._known_local_job(key)
             if job is not None:
                 return job
-            record = add_file(self._store, path, path.name, "fine-tune")
-            request = JobRequest(
-                model=limits.base_model, training_file=record.id, suffix=name, seed=seed, hyperparameters=parsed
-            )
-            job = create_job(self._store, request, local_key=key)
+            # the ids come when nothing is wrong any more: a refused job leaves no file
+            request = make_request(parsed, model=limits.base_model, training_file="", suffix=name, seed=seed,
+                                   validation_file=None if validation is None else "")  # fmt: skip
+            check_together(request)
+            files = {"training_file": path} | ({} if validation is None else {"validation_file": validation})
+            ids = {field: add_file(self._store, file, file.name, "fine-tune").id for field, file in files.items()}
+            request = msgspec.structs.replace(request, **ids)
+            job = create_job(self._store, check_references(self._store, request, limits), local_key=key)
         except (InvalidRequestError, NameTakenError) as error:
             raise LocalJobError(str(error)) from error
         except OSError as error:

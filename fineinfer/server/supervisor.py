@@ -40,6 +40,7 @@ from fineinfer.server.api_process import ApiSettings
 from fineinfer.server.child import Child
 from fineinfer.server.engine_health import EngineHealth
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
+from fineinfer.server.job_trackers import JobTrackers
 from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
 from fineinfer.server.status_line import StatusLine, print_banner
 from fineinfer.store import Store, StoreError
@@ -102,6 +103,8 @@ class Supervisor:
         )
         store, state_dir = Store(config.server.state_dir), config.server.state_dir
         self._jobs = JobManager(store, state_dir, job_settings, self._send_to_engine)
+        self._trackers = JobTrackers(store, config.server.allow_outbound)
+        self._jobs.reports.watchers.append(self._trackers.see)
         self._health = EngineHealth()
         self._was_ready = False
 
@@ -168,6 +171,7 @@ class Supervisor:
             await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
         await self._close_link()
         await self.kill_all()
+        await asyncio.to_thread(self._trackers.close)
         return 0
 
     async def kill_all(self) -> None:

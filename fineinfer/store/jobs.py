@@ -296,19 +296,26 @@ class JobStore:
         rows, more = select_page(self._db, "jobs", where, args, (after, limit, True))
         return [_job(row) for row in rows], more
 
-    def events(self, job_id: str, *, after: str | None = None, limit: int = 20) -> tuple[list[EventRecord], bool]:
-        """One page of a job's events, newest first, and whether more follow.
+    def events(
+        self, job_id: str, *, after: str | None = None, limit: int = 20, newest_first: bool = True
+    ) -> tuple[list[EventRecord], bool]:
+        """One page of a job's events and whether more follow.
 
         Raises:
             UnknownCursorError: ``after`` is not an event's id.
         """
-        rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, True))
+        rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, newest_first))
         return [_typed(row, EventRecord, ("data",)) for row in rows], more
 
     def metrics(self, job_id: str) -> list[EventRecord]:
         """The metrics of every step, in step order."""
         sql = "SELECT * FROM events WHERE job_id = ? AND step IS NOT NULL ORDER BY step"
         return [_typed(row, EventRecord, ("data",)) for row in self._db.rows(sql, job_id)]
+
+    def checkpoint(self, checkpoint_id: str) -> CheckpointRecord | None:
+        """The checkpoint with this id, or None."""
+        row = self._db.first("SELECT * FROM checkpoints WHERE id = ?", checkpoint_id)
+        return _typed(row, CheckpointRecord, ("metrics",)) if row else None
 
     def checkpoints(
         self, job_id: str, *, after: str | None = None, limit: int = 10
