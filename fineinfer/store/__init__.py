@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,13 @@ class Store:
         return self.state_dir / "files" / file_id
 
     def remove_unknown_files(self) -> None:
-        """Remove bytes that no record names: a crash between upload and record. Call before uploads are possible."""
+        """Remove bytes and job folders that no record names: a crash before the record. Call before requests come."""
         for path in (self.state_dir / "files").iterdir():
             if self.db.first("SELECT 1 FROM files WHERE id = ?", path.name) is None:
                 path.unlink()
+        for path in (self.state_dir / "jobs").iterdir():
+            if self.jobs.get(path.name) is None:
+                shutil.rmtree(path, ignore_errors=True)
 
     def job_dir(self, job_id: str) -> Path:
         """The folder of a job; ``job_id`` must come from a JobRecord."""
