@@ -183,8 +183,9 @@ def test_units_are_as_planned_and_each_micro_batch_is_one_to_the_scheduler(decod
         num_batches += 1
         assert trainer.begins_micro_batch and not trainer.next_unit_waits
         tokens = trainer.next_micro_batch_tokens()
-        assert tokens <= trainer.max_micro_batch_tokens and tokens <= 48
+        assert tokens <= 48
         least, most = trainer.next_micro_batch_bytes()
+        assert least <= trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
         assert least == most < trainer.bytes_if_recomputed(tokens)
         while not ran or trainer.micro_batch_open:
             report = trainer.advance()
@@ -198,6 +199,15 @@ def test_units_are_as_planned_and_each_micro_batch_is_one_to_the_scheduler(decod
         assert sum(count for (kind, _), count in ran.items() if kind == "eval_forward") == 4
     assert num_batches > 2
     assert trainer.advance().kind == "checkpoint"
+
+
+def test_a_long_validation_example_counts_for_the_memory_that_a_job_needs(decoder: Decoder, tmp_path: Path) -> None:
+    job = start_job(tmp_path / "job")
+    plain = make(decoder, job).max_micro_batch_tokens
+    assert plain == make(decoder, start_job(tmp_path / "plain", evaluated=False)).max_micro_batch_tokens
+    long = [([1] * 120, [1] * 120)]
+    trainer = make(decoder, msgspec.structs.replace(job, eval_sha256=write_eval(tmp_path / "job", long)))
+    assert trainer.max_micro_batch_tokens == 120 > plain
 
 
 def test_what_is_given_up_in_mid_evaluation_runs_again_with_the_same_result(decoder: Decoder, tmp_path: Path) -> None:
