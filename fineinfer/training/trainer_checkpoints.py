@@ -7,6 +7,7 @@ version is announced between two later updates. Elsewhere it is written at once.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +20,16 @@ from fineinfer.adapters.weights import LoraWeights
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.training.checkpoint import (
     CheckpointError,
+    DiskFullError,
     Moments,
     checkpoint_folder,
+    newest_step,
     publish_adapter,
     read_newest,
     write_checkpoint,
 )
 from fineinfer.training.dataset import Schedule
+from fineinfer.training.disk_space import LOG_BYTES_PER_STEP, DiskNeed
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.reports import Cursor, checkpoint_message, progress_message, trainer_state
 from fineinfer.training.state import AdapterState
@@ -93,6 +97,22 @@ class TrainerCheckpoints:
         waits = step >= self.schedule.total_steps or (step != write.cursor.step and self._begins_at(step))
         return waits or write.written.done()
 
+    def check_disk_space(self) -> None:
+        """Ask the disk for all that the job still writes.
+
+        Raises:
+            DiskFullError: It has too little room; nothing was written.
+        """
+        total, nbytes = self.schedule.total_steps, self._state.masters.flat.nbytes
+        num_versions = len(self._publishing_steps(self.cursor.step))
+        DiskNeed(nbytes, 2 * nbytes, LOG_BYTES_PER_STEP * total, num_versions).check(Path(self._job.job_dir))
+
+    def _publishing_steps(self, begin: int) -> set[int]:
+        """Updates from ``begin`` on after which a version is published."""
+        total = self.schedule.total_steps
+        every = self._job.settings.save_steps or self.schedule.steps_per_epoch
+        return {step for step in (*range(every, total, every), total) if step >= begin}
+
     def _begins_at(self, step: int) -> bool:
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
         return step != self._announced_step and (step % every == 0 or step >= self.schedule.total_steps)
@@ -103,6 +123,7 @@ class TrainerCheckpoints:
         """Write the state after the last finished update, without publishing it; nothing before the first update.
 
         May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
+        A checkpoint that is being written is waited for and announced, since a resume would begin behind it.
 
         Raises:
             CheckpointError: Nothing was written and nothing was lost; try again.
@@ -111,8 +132,8 @@ class TrainerCheckpoints:
         step, write = self.cursor.step, self._write
         if write is not None:
             wait([write.written])
-            if write.written.exception() is None:
-                self._saved_step = write.cursor.step
+            with contextlib.suppress(CheckpointError):
+                self._take_write(write)
         if step == self._saved_step:  # 0 before the first update
             return
         self._save(*self._durable(), self._durable_state())
@@ -134,7 +155,7 @@ class TrainerCheckpoints:
         return state | {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
 
     def _checkpoint_unit(self) -> str:
-        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
+        """First save, then publish and announce; an error costs this checkpoint, and the job only at its end."""
         if self._write is not None:
             return self._take_write(self._write)
         if self._writer is not None:
@@ -185,6 +206,9 @@ class TrainerCheckpoints:
         return self._announce(write.cursor, write.log_history, adapter)
 
     def _passed_over(self, error: CheckpointError, step: int) -> str:
+        if isinstance(error, DiskFullError):
+            begin = f"the checkpoint of update {self._saved_step}" if self._saved_step else "its beginning"
+            raise DiskFullError(f"{error}; make room and resume the job, it goes on from {begin}") from error
         if step >= self.schedule.total_steps:
             raise error
         self._announced_step = step
@@ -212,7 +236,12 @@ class TrainerCheckpoints:
         return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
 
     def _resume(self) -> None:
-        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
+        job_dir, job_id = Path(self._job.job_dir), self._job.job_id
+        saved = read_newest(job_dir, self._context.decoder.spec, self._job.settings.lora.r)
+        damaged, step = newest_step(job_dir), 0 if saved is None else saved.step
+        if damaged > step:
+            message = f"the checkpoint of update {damaged} is damaged; the job goes on from update {step}"
+            self._reports.append(JobNote(job_id=job_id, level="warn", message=message))
         if saved is None:
             return
         for key, value in self._identity().items():
@@ -223,7 +252,6 @@ class TrainerCheckpoints:
         # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
         self._saved_step = self.cursor.step
         newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
-        job_id, total = self._job.job_id, self.schedule.total_steps
-        self._reports += [progress_message(job_id, entry, total) for entry in newest]
+        self._reports += [progress_message(job_id, entry, self.schedule.total_steps) for entry in newest]
         message = f"training goes on from the checkpoint of update {saved.step}"
         self._reports.append(JobNote(job_id=job_id, level="info", message=message))
