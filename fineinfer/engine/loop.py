@@ -20,6 +20,7 @@ from fineinfer.messages import (
     CancelJob,
     Drain,
     Drained,
+    PauseJob,
     RemoveAdapter,
     RequestOutput,
     ResizeKV,
@@ -113,6 +114,7 @@ class EngineLoop:
 
     def _finish_turn(self) -> None:
         self.parts.training.tell(self.parts.ladder.take_steps())
+        self.parts.training.end_pause()
         self.parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
@@ -229,6 +231,8 @@ class EngineLoop:
             if isinstance(message, StartJob):
                 if self._drain_until_s is None:
                     self.parts.training.start(message)
+            elif isinstance(message, PauseJob):
+                self.parts.training.pause(message.job_id)
             elif isinstance(message, CancelJob):
                 self.parts.training.cancel(message.job_id)
             elif isinstance(message, SetAdapter):

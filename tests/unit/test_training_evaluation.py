@@ -331,6 +331,14 @@ def test_a_job_stops_early_and_names_its_best_step(
     assert (again.step, again.best_step, again.early_stopped) == (6, 4, True)
 
 
+def test_disk_space_is_asked_for_the_best_versions_too(decoder: Decoder, tmp_path: Path) -> None:
+    counted = []
+    for wanted in ({}, {"load_best_model_at_end": True}, {"early_stopping": EarlyStopping()}):
+        settings = msgspec.structs.replace(SETTINGS, eval_steps=2, **wanted)
+        counted.append(sorted(make(decoder, start_job(tmp_path / "job", settings))._publishing_steps(3)))
+    assert counted == [[3, 6, 9], [3, 4, 6, 8, 9], [3, 4, 6, 8, 9]]
+
+
 def test_without_a_wish_for_the_best_no_checkpoint_is_written_for_it(decoder: Decoder, tmp_path: Path) -> None:
     trainer = make(decoder, start_job(tmp_path / "job", msgspec.structs.replace(SETTINGS, eval_steps=1)))
     assert [message.step for message in of(run(trainer), JobCheckpoint)] == [3, 6, 9]
