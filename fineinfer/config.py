@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fineinfer.parse import file_path, metrics_prefix, names, number, one_of, size, switch, text, whole
+from fineinfer.parse import file_path, lora_modules, metrics_prefix, names, number, one_of, size, switch, text, whole
 
 ENV_PREFIX = "FINEINFER_"
 
@@ -73,6 +73,24 @@ class MemoryConfig:
     )
     max_loras: int = _setting(8, whole(1, 1024), "N", "Adapters in memory at once.")
     max_lora_rank: int = _setting(64, whole(1, 512), "N", "Largest adapter rank that can be served.")
+    max_cpu_loras: int | None = _setting(
+        None,
+        whole(1),
+        "N",
+        "Adapters kept in host memory; default: on CUDA twice --max-loras, on the CPU none besides those.",
+    )
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Adapters that come from elsewhere than a job of this server."""
+
+    lora_modules: tuple[tuple[str, Path], ...] = _setting(
+        (), lora_modules, "NAME=PATH", "PEFT folder to serve under a name from the start; may be repeated."
+    )
+    adapter_root: Path | None = _setting(
+        None, file_path, "DIR", "Folder below which POST /v1/load_lora_adapter may load; without it the route is off."
+    )
 
 
 @dataclass(frozen=True)
@@ -120,6 +138,12 @@ class ServerConfig:
     port: int = _setting(8000, whole(1, 65535), "PORT", "TCP port to listen on.")
     api_key: tuple[str, ...] = _setting(
         (), names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
+    )
+    admin_api_key: tuple[str, ...] = _setting(
+        (),
+        names,
+        "KEY",
+        "Key that loading, unloading and rolling back adapters and the memory budget need; default: any.",
     )
     api_server_count: int = _setting(1, whole(1, 64), "N", "Number of API worker processes.")
     state_dir: Path = _setting(
@@ -190,6 +214,7 @@ class Config:
 
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
+    adapters: AdapterConfig = AdapterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
     train: TrainConfig = TrainConfig()
@@ -304,6 +329,9 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"--train-share-min {shares.train_share_min} is above --train-share-max {shares.train_share_max}"
         )
+    slots = config.memory
+    if slots.max_cpu_loras is not None and slots.max_cpu_loras < slots.max_loras:
+        raise ConfigError(f"--max-cpu-loras {slots.max_cpu_loras} is below --max-loras {slots.max_loras}")
     if config.train.lora_train is None:
         return
     if not config.train.lora_train.is_file():
@@ -328,7 +356,7 @@ def _parse(setting: Setting, raw: object, source: str) -> Any:
     try:
         return setting.parse(raw)
     except (ValueError, OverflowError) as error:
-        shown = "***" if setting.name == "api_key" else repr(raw)
+        shown = "***" if setting.name.endswith("api_key") else repr(raw)
         raise ConfigError(f"{source}: {error}, got {shown}") from None
 
 

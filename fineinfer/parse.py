@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -44,6 +45,25 @@ def names(raw: object) -> tuple[str, ...]:
     if not names:
         raise ValueError("expected at least one entry")
     return names
+
+
+def lora_modules(raw: object) -> tuple[tuple[str, Path], ...]:
+    """vLLM's ``name=path`` entries, or JSON objects with ``name`` and ``path`` -> (name, absolute path) pairs."""
+    if isinstance(raw, str):
+        raw = json.loads(raw) if raw.lstrip().startswith(("[", "{")) else raw.split(",")
+    pairs = []
+    for item in raw if isinstance(raw, (list, tuple)) else [raw]:
+        entry = json.loads(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+        if isinstance(entry, dict):
+            name, path = str(entry.get("name", "")), str(entry.get("path", ""))
+        else:
+            name, _, path = str(entry).strip().partition("=")
+        if not name or not path:
+            raise ValueError('expected NAME=PATH or {"name": NAME, "path": PATH}')
+        pairs.append((name, file_path(path)))
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("expected each name once")
+    return tuple(pairs)
 
 
 def one_of(*choices: str) -> Callable[[object], str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from fineinfer.adapters.config import AdapterError
-from fineinfer.adapters.weights import LoraLayout
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
@@ -129,6 +129,11 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
     def num_trainable_parameters(self) -> int:
         """Parameters of the adapter."""
         return self._state.masters.layout.num_parameters
+
+    @property
+    def serving_weights(self) -> LoraWeights:
+        """The adapter after the last update, in the model's dtype; the next update overwrites it."""
+        return self._state.compute
 
     @property
     def finished(self) -> bool:

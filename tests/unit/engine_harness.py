@@ -33,7 +33,9 @@ class Harness:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
-        address = f"inproc://{folder}"  # a message is there when it is sent: no thread carries it, however busy the machine
+        address = (
+            f"inproc://{folder}"  # a message is there when it is sent: no thread carries it, however busy the machine
+        )
         own = {
             "model": str(folder), "base_model": "m", "dtype": "float32", "device": "cpu", "load_format": "dummy",
             "policy": "inference-first",

@@ -30,7 +30,7 @@ PARAMETER_EXCEPTIONS: dict[str, str] = {}
 _PLAIN = {"request", "messages", "config", "ipc", "hashing", "parent_death"}
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "kernels": set(),
-    "adapters": {"kernels", "messages"},
+    "adapters": {"kernels", "messages", "hashing"},
     "memory": {"kernels"},
     "model": {"kernels", "memory"},
     "runner": {"kernels", "adapters", "memory", "model", "scheduler", "request", "messages"},
