@@ -142,8 +142,7 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     gc.collect()
     return_freed_memory(device)  # of the dry run: the pool takes it
     fixed["workspace"] = workspace
-    max_slots = limits.max_num_seqs * max_model_len
-    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic)
+    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, limits.max_num_seqs * max_model_len, elastic)
     pool = KVPool(kv_spec, plan.kv_slots_max, device, driver)
     kv_cache = KVCache(
         pool.slots_within(plan.pool_room),
