@@ -100,7 +100,6 @@ def export(
     """Write an adapter as a PEFT folder or, merged, as a model; needs no running server."""
     adapter, served = _find_adapter(name, load_config({"state_dir": state_dir}, os.environ).server.state_dir)
     from fineinfer.engine.export import export_adapter, export_merged
-    from fineinfer.model.errors import ModelLoadError
 
     warning = None
     try:
@@ -109,7 +108,7 @@ def export(
             warning = export_merged(adapter, base, revision, out)
         else:
             export_adapter(adapter, out)
-    except (ModelLoadError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # ModelLoadError and AdapterError are ValueErrors
         raise CliError(" ".join(str(error).split())) from None
     if warning:
         typer.echo(f"warning: {warning}", err=True)

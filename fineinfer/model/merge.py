@@ -102,7 +102,7 @@ def _check(files: list[Path], deltas: Mapping[str, Delta]) -> None:
 def _merge_file(file: Path, deltas: Mapping[str, Delta], target: Path) -> None:
     merged: dict[str, torch.Tensor] = {}
     with _opened(file) as tensors:
-        for name in tensors.keys():
+        for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
             weight = tensors.get_tensor(name)
             if name in deltas:
                 delta = deltas[name]

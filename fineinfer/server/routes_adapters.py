@@ -100,8 +100,8 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
     _check_pin(request, body)
     adapters_dir = Path(state.settings.state_dir) / "adapters"
     version, directory = await asyncio.to_thread(import_adapter, source, adapters_dir, root)
-    error = await state.engine.check_adapter(version, str(directory))
     try:
+        error = await state.engine.check_adapter(version, str(directory))
         if error is not None:
             raise ApiError(400, f"The adapter cannot be served: {error}.", param="lora_path")
         record = state.store.adapters.load(name, version, str(directory), replace=body.load_inplace, pinned=body.pinned)

@@ -56,7 +56,6 @@ _RESOLVE = "finding the model's folder, for its tokenizer, loads no weights and 
 IMPORT_EXCEPTIONS: dict[str, dict[str, str]] = {
     "cli/models.py": {
         "engine": "an export works offline, in this process; imported when it runs",
-        "model": "its errors",
         "store": "an export finds adapters without a server",
     },
     "server/api_process.py": {"model": _RESOLVE},
