@@ -245,6 +245,7 @@ def test_an_older_checkpoint_does_not_move_a_live_name_back_and_a_cancelled_job_
     harness.loop.step()
     assert serving(harness) == checkpoint.version
     harness.send(RemoveAdapter(name="lora"))
+    harness.loop.step()
     harness.add("gone", PROMPT, "lora", max_tokens=2)
     harness.run()
     assert harness.outputs["gone"][-1].error_code == "model_not_found"
