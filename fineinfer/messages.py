@@ -275,7 +275,7 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     train_job_device_s: float = 0.0  # seconds that the running job has used in all, engines before this one included
     kept_layers_dropped_total: int = 0
     kv_resizes_total: int = 0
-    ladder_steps_total: dict[str, int] = {}  # by rung: hold, drop_kept, abort, park, unpark
+    ladder_steps_total: dict[str, int] = {}  # by rung: hold, drop_kept, offload, split, abort, park, unpark
     adapters: list[str] = []  # names with a current version
     adapter_versions: dict[str, str] = {}  # name -> the version that new requests get
     adapter_tiers: dict[str, str] = {}  # version -> loaded (in a slot) or cpu (host memory); the others are on disk

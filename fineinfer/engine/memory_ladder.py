@@ -1,8 +1,9 @@
 """Moves bytes between the KV pool and training: the governor's leases and the ladder.
 
 When requests wait for slots: hold the next micro-batch and give what lies idle; then the cheapest rung that suffices:
-drop kept layer graphs (they are recomputed in backward), finish or abort the micro-batch, park the job (rungs.py).
-When training wants a micro-batch: the pool shrinks, but never below the peak of the admitted requests.
+drop kept layer graphs (they are recomputed in backward), send layer inputs to host memory, finish or abort the
+micro-batch, park the job (rungs.py). When training wants a micro-batch: the pool shrinks, but never below the peak of
+the admitted requests; into what is left then it goes recomputed, with its inputs in host memory, or split.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from fineinfer.engine.rungs import FINISH, PARK, UNPARK, LadderStep, Rungs, cheapest, take
+from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, UNPARK, LadderStep, Rungs, cheapest, take
 from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
@@ -145,6 +146,9 @@ class MemoryLadder:
         if held < wanted:
             self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
+        if available < least and trainer.can_drop:
+            least, self._kept_layers = self._make_smaller(trainer, available), 0
+            return available >= least and self._governor.lease(ACTIVATIONS, least)
         if available < least:
             return False
         granted = min(available, wanted)
@@ -152,6 +156,19 @@ class MemoryLadder:
             return False
         self._kept_layers = (max(held, granted) - least) // max(1, (most - least) // trainer.num_layers)
         return True
+
+    def _make_smaller(self, trainer: ParkableTrainer, available: int) -> int:
+        """Bytes of the next micro-batch, made to fit: its inputs in host memory (same bits), then fewer sequences."""
+        offloaded = trainer.can_offload
+        if offloaded:
+            trainer.offload_inputs()
+            self._count("offload", available)
+        num_tokens, fitting = trainer.next_micro_batch_tokens(), trainer.tokens_within(available, offloaded)
+        if num_tokens > fitting:
+            whole, num_tokens = num_tokens, trainer.split_next_micro_batch(fitting)
+            if num_tokens < whole:
+                self._count("split", available)
+        return trainer.bytes_if_offloaded(num_tokens) if offloaded else trainer.bytes_if_recomputed(num_tokens)
 
     def keeps(self, num_layers: int, layer: int) -> bool:
         """Keep policy of the running micro-batch: the last layers, whose graphs backward consumes first."""
@@ -286,7 +303,8 @@ class MemoryLadder:
             self._governor.release(STATE)
         needed = 0 if rung.name == PARK else floor
         if trainer.micro_batch_open:
-            needed = max(needed, trainer.bytes_if_recomputed(trainer.micro_batch_tokens))
+            sizes = trainer.bytes_if_offloaded if rung.name == OFFLOAD else trainer.bytes_if_recomputed
+            needed = max(needed, sizes(trainer.micro_batch_tokens))
         self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
         return_freed_memory(self._pool.device)
         self._note(rung.name, STATE if rung.name == PARK else ACTIVATIONS, rung.num_bytes, started_s, num_layers)
@@ -294,6 +312,11 @@ class MemoryLadder:
             self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
         self._last_costly_s = now_s
         self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
+
+    def _count(self, name: str, available: int) -> None:
+        """A step that repeats with each micro-batch: in the counters and the governor's record, not the job's story."""
+        self._governor.record(name, ACTIVATIONS, available)
+        self.steps_taken[name] += 1
 
     def _note(self, name: str, owner: str, num_bytes: int, started_s: float, num_layers: int = 0) -> None:
         ms = 1e3 * (time.perf_counter() - started_s)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.training.parking import ParkableTrainer
 
-DROP, FINISH, ABORT, PARK, UNPARK = "drop_kept", "finish", "abort", "park", "unpark"
+DROP, OFFLOAD, FINISH, ABORT, PARK, UNPARK = "drop_kept", "offload", "finish", "abort", "park", "unpark"
+HOST_BYTES_S = 10e9  # of layer inputs to the host: 55 GB/s once their pinned buffers exist
 FIRST_PARK_BYTES_S = {"cpu": 200e6, "cuda": 10e9}  # to disk with checksums, over PCIe; measured from the first time on
 RATE_WEIGHT = 0.5  # of the newest measurement
 
@@ -67,6 +68,11 @@ class Rungs:
             if spare > 0 and trainer.can_drop:
                 num_layers = trainer.num_layers * min(1.0, spare / max(1, most - least))
                 rungs.append(Rung(DROP, spare, num_layers * self._latency.estimate("forward", num_tokens)))
+            inputs = trainer.bytes_if_recomputed(num_tokens) - trainer.bytes_if_offloaded(num_tokens)
+            if spare + inputs > 0 and trainer.can_offload:  # after the kept graphs
+                num_layers = trainer.num_kept_layers()
+                again_s = num_layers * self._latency.estimate("forward", num_tokens) + inputs / HOST_BYTES_S
+                rungs.append(Rung(OFFLOAD, activations - max(least - inputs, floor), again_s))
             rungs.append(Rung(FINISH, activations - floor, self._seconds(trainer.left_of_micro_batch())))
             rungs.append(Rung(ABORT, activations - floor, self._seconds(trainer.lost_by_abort())))
         move_s = 2 * trainer.state_bytes / self._park_bytes_s
@@ -100,6 +106,10 @@ def take(rung: Rung, trainer: ParkableTrainer) -> int:
     """
     if rung.name == DROP:
         return trainer.drop_kept()[0]
+    if rung.name == OFFLOAD:
+        num_layers = trainer.drop_kept()[0]
+        trainer.offload_inputs()
+        return num_layers
     if rung.name == ABORT:
         trainer.abort_micro_batch()
     else:

@@ -14,7 +14,7 @@ import torch
 
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
-from fineinfer.engine.rungs import ABORT, DROP, PARK, UNPARK, LadderStep
+from fineinfer.engine.rungs import ABORT, DROP, OFFLOAD, PARK, UNPARK, LadderStep
 from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
@@ -29,6 +29,7 @@ RATE_UPDATES = 16  # the rate shown is the mean over this many updates
 USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
 MEMORY_STORY = {
     DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
+    OFFLOAD: "gave {mib:.0f} MiB of the micro-batch under way to waiting requests; its inputs wait in host memory",
     ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
     PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
     UNPARK: "goes on: the job has its {mib:.0f} MiB again",

@@ -122,7 +122,16 @@ def test_slo_trains_under_constant_load(tiny_model, tmp_path, capsys):
 @pytest.mark.parametrize("policy", ["inference-first", "slo"])
 def test_coserved_equals_alone(tiny_model, tmp_path, policy):
     """Training beside requests gives the loss trace of training alone, and requests the tokens of a quiet engine."""
-    flags = (str(tiny_model), "--policy", policy, "--served-model-name", "tiny", "--dtype", "float32")
+    flags = (
+        str(tiny_model),
+        "--policy",
+        policy,
+        "--served-model-name",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--deterministic",
+    )
     ask = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     with live_server(tmp_path / "alone", *flags) as server:
         quiet_answer = server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]

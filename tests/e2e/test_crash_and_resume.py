@@ -48,7 +48,7 @@ def wait_step(server: LiveServer, job_id: str, step: int) -> None:
 
 
 def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp_path, capsys):
-    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32")
+    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
     with live_server(tmp_path / "quiet", *flags) as server:
         want = loss_trace(server, server.wait_job(start_job(server, "probe")))
     with live_server(tmp_path / "killed", *flags) as server:
@@ -99,7 +99,7 @@ def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp
 
 
 def test_ctrl_c_checkpoints_and_a_restart_goes_on(tiny_model, tmp_path):
-    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32")
+    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
     state = tmp_path / "state"
     with live_server(state, *flags) as server:
         job_id = start_job(server, "probe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,9 +34,8 @@ class Harness:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
-        address = (
-            f"inproc://{folder}"  # a message is there when it is sent: no thread carries it, however busy the machine
-        )
+        # a message is there when it is sent: no thread has to carry it, however busy the machine is
+        address = f"inproc://{uuid.uuid4()}"
         own = {
             "model": str(folder), "base_model": "m", "dtype": "float32", "device": "cpu", "load_format": "dummy",
             "policy": "inference-first",

@@ -52,6 +52,7 @@ JOB = msgspec.structs.replace(SETTINGS, n_epochs=12, save_steps=4)
 ENGINE = {
     "kv_cache_memory_bytes": SLOTS * BYTES_PER_SLOT, "max_loras": 3, "max_lora_rank": 4, "max_model_len": MAX_LEN,
     "max_num_seqs": 12, "max_num_batched_tokens": 64, "policy": "slo", "slo_tpot_ms": 10.0, "slo_ttft_ms": 50.0,
+    "deterministic": True,
 }  # fmt: skip
 
 

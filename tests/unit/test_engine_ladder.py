@@ -37,6 +37,7 @@ def make(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
             "max_loras": 2,
             "max_lora_rank": 4,
             "max_model_len": 512,
+            "deterministic": True,
         }
         harness = Harness(tmp_path_factory.mktemp("e"), **(own | settings))
         governor = harness.parts.ladder._governor
