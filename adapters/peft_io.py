@@ -19,6 +19,7 @@ from fineinfer.adapters.config import (
     lora_scaling,
     module_features,
     module_path,
+    pattern_value,
 )
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.hashing import ADAPTER_FILES, adapter_hash
@@ -101,17 +102,25 @@ def save_adapter(weights: LoraWeights, spec: LoraSpec, base_model: str, director
         base_model: Recorded as ``base_model_name_or_path``.
         directory: Existing folder.
     """
-    alpha = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
     config = _CONFIG_DEFAULTS | {
+        "alpha_pattern": {name: _short(alpha) for name, alpha in spec.alpha_pattern.items()},
         "base_model_name_or_path": base_model,
-        "lora_alpha": alpha,
+        "lora_alpha": _short(spec.lora_alpha),
+        "lora_dropout": spec.lora_dropout,
         "r": spec.r,
+        "rank_pattern": spec.rank_pattern,
         "target_modules": sorted(spec.target_modules),
         "use_rslora": spec.use_rslora,
     }
-    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True))
+    # _CONFIG_DEFAULTS is sorted as PEFT's files are; patterns are not, since of two that match the first one counts
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2))
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.named_tensors()}
     save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _short(alpha: float) -> float:
+    """Whole numbers without a decimal point, as PEFT's users write them."""
+    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def content_hash(directory: Path) -> str:
@@ -253,14 +262,6 @@ def _check_pattern(key: str, pattern: str) -> None:
         )
 
 
-def _pattern_value(pattern: dict[str, Any] | None, path: str, default: Any) -> Any:
-    """The first pattern that matches the end of the path at a dot decides, as in PEFT (get_pattern_key)."""
-    for name, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({name})$", path):
-            return value
-    return default
-
-
 def _check_tensors(
     file: Any, config: dict[str, Any], shape: ModelShape, max_rank: int
 ) -> tuple[LoraLayout, torch.dtype, dict[tuple[int, str, str], str]]:
@@ -271,8 +272,8 @@ def _check_tensors(
     ranks: dict[tuple[int, str], tuple[int, float]] = {}
     for layer, name in sorted(found):
         path = module_path(layer, name)
-        rank = _pattern_value(config.get("rank_pattern"), path, config["r"])
-        alpha = _pattern_value(config.get("alpha_pattern"), path, config["lora_alpha"])
+        rank = pattern_value(config.get("rank_pattern") or {}, path, config["r"])
+        alpha = pattern_value(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
         if not isinstance(rank, int) or not 1 <= rank <= max_rank:
             raise AdapterError(f"rank {rank} of {path} is not within 1 to {max_rank}, the server's --max-lora-rank")
         width_in, width_out = features[name]
