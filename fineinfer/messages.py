@@ -126,7 +126,7 @@ class StartJob(_Message, kw_only=True, frozen=True):
     eval_sha256: str | None = None
     init_from: str | None = None  # PEFT folder whose weights a new job begins with
     serve: str = "checkpoint"  # off | checkpoint | live: what is served under ``name`` while the job runs
-    max_share: float = 1.0  # of the engine's time, at most, while requests run
+    max_share: float = 1.0  # of the engine's time, at most, as --train-share-max for all jobs
 
 
 class PauseJob(_Message, kw_only=True, frozen=True):

@@ -6,13 +6,20 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 _SIZE_UNITS = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in ((f"{letter}ib", 1024), (f"{letter}b", 1000), (letter, 1024))
 }
+
+
+def setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
+    """A dataclass field that is a setting: how it is parsed and described."""
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
 
 
 def size(raw: object) -> int:
@@ -64,6 +71,13 @@ def lora_modules(raw: object) -> tuple[tuple[str, Path], ...]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("expected each name once")
     return tuple(pairs)
+
+
+def numbers(raw: object) -> dict[str, float]:
+    """``a=1,b=2.5``, or a mapping -> numbers by name; whole ones as int."""
+    items = raw.items() if isinstance(raw, dict) else [item.partition("=")[::2] for item in names(raw)]
+    found = {str(name).strip(): number(-math.inf)(value) for name, value in items}
+    return {name: int(value) if value.is_integer() else value for name, value in found.items()}
 
 
 def one_of(*choices: str) -> Callable[[object], str]:

@@ -176,7 +176,8 @@ class TrainingHost:
         units = trainer.remaining_units() if started else trainer.next_update_units()
         left_s = sum(count * self._estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside)
+        max_share = 1.0 if self.job is None else self.job.max_share
+        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside, max_share)
 
     def _estimate(self, kind: str, num_tokens: int) -> float:
         """Seconds of a unit; before the first evaluation its units count as training's."""

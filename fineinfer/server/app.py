@@ -18,6 +18,8 @@ from fineinfer.server import (
     routes_files,
     routes_fine_tuning,
     routes_health,
+    routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_models,
     routes_tokenize,
@@ -40,6 +42,8 @@ _ROUTES = (
     routes_tokenize,
     routes_files,
     routes_fine_tuning,
+    routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_health,
 )

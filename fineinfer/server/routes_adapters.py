@@ -149,8 +149,11 @@ async def rollback(request: Request, model: str) -> dict[str, Any]:
     """
     require_admin(request)
     body = await read_json(request, RollbackRequest)
-    store, name = request.app.state.store, resolve_model(request, model).adapter
-    if name is None or "@" in name:
+    store, name = request.app.state.store, model
+    if (
+        not store.adapters.versions(name) and store.adapters.live_job(name) is None
+    ):  # a name may mean none of its versions
+        resolve_model(request, name)
         raise ApiError(400, "Only an adapter's plain name can be moved to another version.", param="model")
     job = store.adapters.live_job(name)
     if job is not None:

@@ -85,10 +85,12 @@ def model_object(request: Request, model: str) -> dict[str, Any]:
 @router.delete("/v1/models/{model:path}")
 async def delete_model(request: Request, model: str) -> dict[str, Any]:
     """Forget an adapter with all its versions; requests in flight finish on the version they hold."""
-    resolved = resolve_model(request, model)
+    store = request.app.state.store
+    versions = [] if store is None else store.adapters.versions(model)  # which a name may have and mean none of
+    resolved = ResolvedModel(model, model) if versions else resolve_model(request, model)
     if resolved.adapter is None:
         raise ApiError(403, "The base model cannot be deleted.", param="model", code="permission_denied")
-    record = _find(request, resolved.adapter)
+    record = versions[-1] if versions else _find(request, resolved.adapter)
     if not isinstance(record, str) and record.name != resolved.adapter:
         raise ApiError(403, "A single checkpoint cannot be deleted; delete the adapter.", param="model")
     job_id = record if isinstance(record, str) else record.job_id

@@ -41,6 +41,7 @@ from fineinfer.server.api_process import ApiSettings
 from fineinfer.server.child import Child
 from fineinfer.server.engine_health import EngineHealth
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
+from fineinfer.server.job_trackers import JobTrackers
 from fineinfer.server.lora_modules import LoraModules
 from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
 from fineinfer.server.status_line import StatusLine, print_banner
@@ -107,6 +108,8 @@ class Supervisor:
         store.set_meta("model", [config.model.model, config.model.revision])  # what `models export --merge` merges into
         self._lora_modules = LoraModules(store, self._base_model(), config.adapters.lora_modules)
         self._jobs = JobManager(store, state_dir, job_settings, self._send_to_engine)
+        self._trackers = JobTrackers(store, config.server.allow_outbound)
+        self._jobs.reports.watchers.append(self._trackers.see)
         self._health = EngineHealth()
         self._was_ready = False
 
@@ -173,6 +176,7 @@ class Supervisor:
             await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
         await self._close_link()
         await self.kill_all()
+        await asyncio.to_thread(self._trackers.close)
         return 0
 
     async def kill_all(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from fineinfer.store.adapters import AdapterStore
 from fineinfer.store.database import Database, StoreError, UnknownCursorError
 from fineinfer.store.files import FileStore
-from fineinfer.store.jobs import IdempotencyConflictError, JobStore
+from fineinfer.store.jobs import TRAINING, IdempotencyConflictError, JobStore
 from fineinfer.store.records import (
     TERMINAL,
     AdapterRecord,
@@ -29,6 +29,7 @@ from fineinfer.store.records import (
 
 __all__ = [
     "TERMINAL",
+    "TRAINING",
     "AdapterRecord",
     "CheckpointRecord",
     "EventRecord",

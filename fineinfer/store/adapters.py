@@ -27,7 +27,7 @@ class AdapterStore:
             version: Hash of its content.
             directory: PEFT folder.
             job_id: The job that trained it.
-            current: Whether ``name`` means it from now on; the first version is current in any case.
+            current: Whether ``name`` means it from now on; without, a name may have versions and mean none of them.
 
         Raises:
             NameTakenError: The name belongs to another job.
@@ -37,7 +37,7 @@ class AdapterStore:
             if owner is not None:
                 raise NameTakenError(f"The model name '{name}' belongs to another job.")
             old = self._db.first("SELECT step FROM adapters WHERE name = ? AND current = 1", name)
-            current = current or old is None or old["step"] == step
+            current = current or (old is not None and old["step"] == step)
             if current:
                 self._db.execute("UPDATE adapters SET current = 0 WHERE name = ?", name)
             pinned = self._db.first("SELECT 1 FROM adapters WHERE name = ? AND pinned = 1", name) is not None
@@ -119,6 +119,10 @@ class AdapterStore:
     def all(self) -> list[AdapterRecord]:
         """Every version, by name, oldest step first."""
         return _records(self._db.rows("SELECT * FROM adapters ORDER BY name, step"))
+
+    def versions(self, name: str) -> list[AdapterRecord]:
+        """Every version of one name, oldest step first, whether or not the name means one."""
+        return _records(self._db.rows("SELECT * FROM adapters WHERE name = ? ORDER BY step", name))
 
     def current(self) -> list[AdapterRecord]:
         """The version behind each plain name."""

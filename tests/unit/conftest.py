@@ -288,7 +288,7 @@ def serve(tmp_path: Path, tiny_tokenizer: Any) -> Iterator[Callable[..., LiveSer
         cleanups.append(engine.close)
         settings = ApiSettings(
             engine_address=engine.addresses[0], control_address=engine.addresses[1], state_dir=str(tmp_path / "state"),
-            served_model_name="base", **fields,
+            **{"served_model_name": "base", **fields},
         )  # fmt: skip
         store = Store(settings.state_dir)
         cleanups.append(store.close)

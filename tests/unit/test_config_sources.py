@@ -59,16 +59,21 @@ def test_every_setting_is_read_by_some_component() -> None:
         if setting.group not in ("train", "optimizer"):
             assert setting.name in read, f"{setting.flag} does nothing"
     every = {name: "1" for name, item in SETTINGS.items() if item.group in ("train", "optimizer")}
+    every |= {name: "true" for name in every if SETTINGS[name].default is False}
     every |= {
         "lr_scheduler": "linear",
         "recompute": "never",
         "train_on": "all",
         "excess_length_strategy": "drop",
-        "skip_invalid": "true",
+        "serve_while_training": "live",
+        "publish": "if_better",
+        "validation_split": "0.5",
+        "lora_rank_pattern": "a=1",
+        "lora_alpha_pattern": "a=1",
     }
     del every["lora_train"], every["lora_train_name"]
     chosen = load_config(every).hyperparameters()
-    assert len(chosen) + len(chosen["lora"]) - 1 == len(every)
+    assert len(chosen) + len(chosen["lora"]) + len(chosen["early_stopping"]) - 2 == len(every)
 
 
 @pytest.mark.parametrize("key", ["max-model-len", "max_model_len"])
@@ -185,6 +190,17 @@ def test_training_flags_become_rest_hyperparameters(tmp_path: Path) -> None:
         "recompute": "always",
         "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
     }
+    flags = {"lora_rank_pattern": "down_proj=32, q_proj=4", "lora_alpha_pattern": "q_proj=4.5", "lora_rslora": True}
+    config = load_config(flags | {"early_stopping_patience": "2", "warmup_ratio": "0", "lora_dropout": "0.1"})
+    assert config.hyperparameters() == {
+        "warmup_ratio": 0,
+        "early_stopping": {"patience": 2},
+        "lora": {"rank_pattern": {"down_proj": 32, "q_proj": 4}, "alpha_pattern": {"q_proj": 4.5}, "rslora": True,
+                 "dropout": 0.1},
+    }  # fmt: skip
+    for raw in ("q_proj", "q_proj=x", "q_proj=nan"):
+        with pytest.raises(ConfigError, match="--lora-rank-pattern: "):
+            load_config({"lora_rank_pattern": raw})
 
 
 def test_training_that_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
