@@ -75,7 +75,7 @@ class AdapterRegistry:
         self._current: dict[str, AdapterVersion] = {}
         self._live: dict[str, AdapterVersion] = {}
         self._pinned: set[str] = set()
-        self._unfiled: set[str] = set()  # names that mean a version without a folder after their training
+        self._ended: set[str] = set()  # live names whose training has succeeded: the result is yet to be registered
         self._by_step: dict[tuple[str, int], AdapterVersion] = {}
         self._directories: dict[str, Path] = {}  # by version; outlives the names, since requests hold versions
         self._claim: tuple[str, int] | None = None  # a version that waits too long, and the slot that is drained for it
@@ -107,9 +107,11 @@ class AdapterRegistry:
             return False
         self._directories[version] = directory
         self._by_step[entry.name, entry.step] = entry
+        live = self._live.get(entry.name)
+        if live is not None and entry.name in self._ended and (current or entry.step >= live.step):
+            self.end_live(entry.name, succeeded=False)
         if current:
             self._current[entry.name] = entry
-            self._unfiled.discard(entry.name)
             (self._pinned.add if pinned else self._pinned.discard)(entry.name)
         return True
 
@@ -137,9 +139,8 @@ class AdapterRegistry:
     def remove(self, name: str) -> None:
         """Forget every version of a name; versions in use stay loaded until they are released."""
         self._current.pop(name, None)
-        self._live.pop(name, None)
+        self.end_live(name, succeeded=False)
         self._pinned.discard(name)
-        self._unfiled.discard(name)
         self._by_step = {key: entry for key, entry in self._by_step.items() if key[0] != name}
 
     def names(self) -> list[str]:
@@ -219,17 +220,20 @@ class AdapterRegistry:
     def serve_live(self, entry: AdapterVersion) -> None:
         """Let the name mean a placed version, which needs no folder, until a later step is registered or served."""
         self._live[entry.name] = entry
+        self._ended.discard(entry.name)
         self.release(entry.version)
 
     def end_live(self, name: str, succeeded: bool) -> None:
-        """Training is over: back to the registered version.
+        """Training is over: the name means what was registered.
 
-        After a success the live version stays until the next one is registered, which is the job's result.
+        After a success it means the live version until the job's result is registered, which is on its way: a version
+        that is current or of as late a step.
         """
-        entry = self._live.pop(name, None)
-        if entry is not None and succeeded and self._current.get(name, entry).step <= entry.step:
-            self._current[name] = entry
-            self._unfiled.add(name)
+        if succeeded and name in self._live:
+            self._ended.add(name)
+        else:
+            self._live.pop(name, None)
+            self._ended.discard(name)
 
     # ------------------------------------------------------------ where things are
 
@@ -252,7 +256,7 @@ class AdapterRegistry:
 
     def _kept_versions(self) -> set[str]:
         """Versions that keep their slot: of pinned names, and those that could not be loaded again."""
-        names = self._pinned | self._live.keys() | self._unfiled
+        names = self._pinned | self._live.keys()
         entries = [entry for entry in map(self.resolve, names) if entry is not None]
         return {entry.version for entry in entries if entry.directory is None or entry.name in self._pinned}
 

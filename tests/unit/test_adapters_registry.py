@@ -250,7 +250,14 @@ def test_live_versions_alternate_and_end(versions: list[tuple[str, Path]]) -> No
     assert made.current()["a"] == versions[2][0] and made.acquire(versions[1][0]) is not None
     made.remove("b")
     made.release(versions[0][0])
+    made.release(versions[1][0])
     assert serve(4)
+    made.end_live("a", succeeded=True)
+    made.register(entry(versions, 3, step=2), current=False)
+    assert made.current() == {"a": "live-4"}
+    made.register(entry(versions, 3, step=4), current=False)  # the result is no better: it is not current
+    assert made.current() == {"a": versions[2][0]}
+    assert serve(5)
     made.end_live("a", succeeded=False)
     assert made.current() == {"a": versions[2][0]}
 
