@@ -198,17 +198,20 @@ def test_a_thread_reads_while_the_old_version_serves(versions: list[tuple[str, P
     reader = AdapterReader(Shape(), MAX_RANK, torch.float32, num_copies=2, on_thread=True)
     made = registry(reader, num_slots=2)
     first, second, third = versions[:3]
-    assert not made.register(entry(versions, 0)), "it is being read"
     gate = Gate(reader)
-    reader._under_way[1].exception(10)  # type: ignore[index]
+    assert not made.register(entry(versions, 0)), "it is being read"
+    gate.let_through(reader)
     assert made.register(entry(versions, 0)) and made.acquire(first[0]) == 0
+    gate.open.clear()
+    gate.entered.clear()
     assert not made.register(entry(versions, 1, step=2)) and gate.entered.wait(10)
     assert made.current() == {"a": first[0]} and made.resolve("a@2") is None
     made.register(entry(versions, 2, "c"), current=False)
     assert made.acquire(third[0]) is None, "the thread reads one after the other"
     gate.let_through(reader)
+    gate.open.clear()
     assert made.acquire(third[0]) is None
-    reader._under_way[1].exception(10)  # type: ignore[index]
+    gate.let_through(reader)
     assert made.register(entry(versions, 1, step=2)), "a copy was kept for whoever comes late"
     assert made.current() == {"a": second[0]}
     slot = made.acquire(second[0])
@@ -217,7 +220,7 @@ def test_a_thread_reads_while_the_old_version_serves(versions: list[tuple[str, P
     with pytest.raises(AdapterError, match="expected ffff"):
         for _ in range(2):
             made.register(AdapterVersion("a", 3, "f" * 64, first[1]))
-            reader._under_way[1].exception(10)  # type: ignore[index]
+            gate.let_through(reader)
     assert made.current() == {"a": second[0]}
     reader.close()
 
