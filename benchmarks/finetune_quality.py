@@ -4,8 +4,8 @@
 
 The first ``--chats`` conversations that fit are trained on, by the trainer of `fineinfer serve` and by transformers +
 PEFT with AdamW: the same rows in the same batches, the same start, settings and precision. The next ``--held-out`` ones
-are judged at the same steps: for PEFT its running model, for FineInfer the adapters that it published, loaded by PEFT,
-so that the files are judged too. The base model is the embedded one. Prints a table, appends to
+are judged at the same steps by each side itself, and the adapters that FineInfer published by PEFT too, so that the
+files are right as well. The base model is the embedded one. Prints a table, appends to
 results/finetune_quality.csv and draws docs/finetune_quality.svg. About a quarter of an hour on two quiet cores.
 
 Data: ../shared/data/gsm8k_chat.jsonl is Grade School Math (MIT, OpenAI); any chat JSONL will do.
@@ -18,6 +18,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -58,11 +59,13 @@ class Curve:
     Attributes:
         train: Loss of each update.
         evaluated: Update -> loss on the held-out rows.
-        seconds: Of training alone.
+        published: Update -> that of the adapter's files, by PEFT.
+        seconds: Of training, FineInfer's with its evaluations.
     """
 
     train: list[float] = dataclasses.field(default_factory=list)
     evaluated: dict[int, float] = dataclasses.field(default_factory=dict)
+    published: dict[int, float] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -134,15 +137,18 @@ def peer_model(settings: TrainingSettings, device: str) -> PeftModel:
 
 
 def train_ours(trainer: Trainer) -> tuple[Curve, dict[int, Path]]:
-    """Run the job; the curve without evaluations, and the folders of the adapters by step."""
+    """Run the job; its curve, and the folders of the adapters by step."""
     published: dict[int, Path] = {}
+    evaluated: dict[int, float] = {}
     begin = time.perf_counter()
     while not trainer.finished:
         trainer.advance()
         published |= {made.step: Path(made.directory) for made in trainer.take_checkpoints()}
+        evaluated |= {found.step: found.loss for found in trainer.take_evals()}
         for done in trainer.take_progress():
             print(f"FineInfer {done.step}/{done.total_steps} loss {done.loss:.4f}", flush=True)
-    return Curve([entry["loss"] for entry in trainer.log_history], {}, time.perf_counter() - begin), published
+    losses = [entry["loss"] for entry in trainer.log_history if "loss" in entry]
+    return Curve(losses, evaluated, {}, time.perf_counter() - begin), published
 
 
 def peer_updates(model: PeftModel, batches: list[list[list[Row]]], settings: TrainingSettings) -> Iterator[float]:
@@ -186,15 +192,17 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     """Both sides and their curves as rows."""
     split(args.data, folder, args)
     summary, rows = prepared(folder, "train", args.max_seq_length)
-    _, held_out = prepared(folder, "eval", args.max_seq_length)
+    judged, held_out = prepared(folder, "eval", args.max_seq_length)
+    shutil.copy(folder / "eval" / "dataset.safetensors", folder / "train" / "eval.safetensors")
     updates = math.ceil(len(rows) / args.batch_size) * args.epochs
+    every = max(1, updates // args.evals)
     settings = TrainingSettings(
         lora=LoraSpec(r=16, lora_alpha=32), n_epochs=args.epochs, batch_size=args.batch_size,
-        learning_rate=args.learning_rate, micro_batch_tokens=1024, save_steps=max(1, updates // args.evals),
+        learning_rate=args.learning_rate, micro_batch_tokens=1024, save_steps=every, eval_steps=every,
     )  # fmt: skip
     job = StartJob(
         job_id="job", name="lora", base_model="base", job_dir=str(folder / "train"), settings=settings,
-        adapters_dir=str(folder / "adapters"), dataset_sha256=summary.sha256,
+        adapters_dir=str(folder / "adapters"), dataset_sha256=summary.sha256, eval_sha256=judged.sha256,
     )  # fmt: skip
     decoder = load_model(None, dtype="float32", device=args.device).decoder
     trainer = Trainer(decoder, job, lambda _tokens, _layer: True, ops=pick_ops("auto", torch.device(args.device)))
@@ -212,7 +220,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     peer = train_peer(model, batches, settings, set(published), held_out)
     for step, adapter in sorted(published.items()):
         set_peft_model_state_dict(model, load_file(adapter / "adapter_model.safetensors"))
-        ours.evaluated[step] = evaluate(model, held_out)
+        ours.published[step] = evaluate(model, held_out)
     told = {
         "chats": len(rows), "held_out": len(held_out), "tokens": summary.tokens, "epochs": args.epochs,
         "batch_size": args.batch_size, "learning_rate": args.learning_rate, "max_seq_length": args.max_seq_length,
@@ -224,10 +232,12 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
         for step, loss in sorted((curve.evaluated | {0: base}).items()):
             trained = float(np.mean(curve.train[before:step])) if step else float("nan")
             row = {"side": side, "step": step, "eval_loss": round(loss, 6), "train_loss": round(trained, 6)}
-            made.append(row | {"seconds": round(curve.seconds, 1)} | told)
+            files = {"published_eval_loss": round(curve.published[step], 6) if step in curve.published else ""}
+            made.append(row | files | {"seconds": round(curve.seconds, 1)} | told)
             before = step
-    difference = max(abs(ours.evaluated[step] - loss) / loss for step, loss in peer.evaluated.items())
-    print(f"largest relative difference of evaluation losses: {difference:.1e}", flush=True)
+    for name, losses in (("its own evaluations", ours.evaluated), ("its published files", ours.published)):
+        difference = max(abs(losses[step] - loss) / loss for step, loss in peer.evaluated.items())
+        print(f"FineInfer by {name}: evaluation losses within {difference:.1e} of HF + PEFT's", flush=True)
     return made
 
 

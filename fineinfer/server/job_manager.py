@@ -285,13 +285,13 @@ class JobManager:
             job = self._known_local_job(key)
             if job is not None:
                 return job
-            record = add_file(self._store, path, path.name, "fine-tune")
-            evaluated = (
-                None if validation is None else add_file(self._store, validation, validation.name, "fine-tune").id
-            )
-            request = make_request(parsed, model=limits.base_model, training_file=record.id, validation_file=evaluated,
-                                   suffix=name, seed=seed)  # fmt: skip
+            # the ids come when nothing is wrong any more: a refused job leaves no file
+            request = make_request(parsed, model=limits.base_model, training_file="", suffix=name, seed=seed,
+                                   validation_file=None if validation is None else "")  # fmt: skip
             check_together(request)
+            files = {"training_file": path} | ({} if validation is None else {"validation_file": validation})
+            ids = {field: add_file(self._store, file, file.name, "fine-tune").id for field, file in files.items()}
+            request = msgspec.structs.replace(request, **ids)
             job = create_job(self._store, check_references(self._store, request, limits), local_key=key)
         except (InvalidRequestError, NameTakenError) as error:
             raise LocalJobError(str(error)) from error
