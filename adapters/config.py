@@ -72,10 +72,10 @@ def module_path(layer: int, module: str) -> str:
 def pattern_value(pattern: Mapping[str, ValueT], path: str, default: ValueT) -> ValueT:
     """What ``rank_pattern`` or ``alpha_pattern`` says of a module: of the first key that is its path or the path's end.
 
-    As in PEFT, for plain names; a leading ``^`` asks for the whole path.
+    As PEFT's ``get_pattern_key``: keys are regular expressions for what stands behind a dot, or for the whole path.
     """
     for name, value in pattern.items():
-        if path == name.removeprefix("^") or (not name.startswith("^") and path.endswith(f".{name}")):
+        if re.match(rf"(.*\.)?({name})$", path):
             return value
     return default
 

@@ -6,21 +6,19 @@ import dataclasses
 import difflib
 import ipaddress
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fineinfer.memory_config import AdapterConfig, MemoryConfig
 from fineinfer.parse import file_path, metrics_prefix, names, number, numbers, one_of, size, switch, text, whole
+from fineinfer.parse import setting as _setting
 
 ENV_PREFIX = "FINEINFER_"
 
 
 class ConfigError(ValueError):
     """A value, key or combination that cannot be used; the message is one line for the user."""
-
-
-def _setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
 
 
 # ---------------------------------------------------------------- groups; every field is a flag of `fineinfer serve`
@@ -53,26 +51,6 @@ class ModelConfig:
         False, switch, "", "Training gives the same bits in every run, whatever the load, on a GPU too."
     )
     seed: int = _setting(0, whole(0, 2**32 - 1), "N", "Seed of dummy weights and of the --lora-train job.")
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """How much memory the engine may use and what for; sizes in bytes."""
-
-    memory_budget: int | None = _setting(
-        None, size, "SIZE", "All memory the engine may use, such as 4GiB; default: measured at start."
-    )
-    gpu_memory_utilization: float = _setting(
-        0.9, number(0, 1, low_open=True), "FRACTION", "Part of the GPU's memory taken when no budget is given."
-    )
-    kv_cache_memory_bytes: int | None = _setting(
-        None, size, "SIZE", "Size of the KV pool; default: what the budget leaves."
-    )
-    no_enable_prefix_caching: bool = _setting(
-        False, switch, "", "Do not keep the KV of finished requests for later ones."
-    )
-    max_loras: int = _setting(8, whole(1, 1024), "N", "Adapters in memory at once.")
-    max_lora_rank: int = _setting(64, whole(1, 512), "N", "Largest adapter rank that can be served.")
 
 
 @dataclass(frozen=True)
@@ -120,6 +98,12 @@ class ServerConfig:
     port: int = _setting(8000, whole(1, 65535), "PORT", "TCP port to listen on.")
     api_key: tuple[str, ...] = _setting(
         (), names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
+    )
+    admin_api_key: tuple[str, ...] = _setting(
+        (),
+        names,
+        "KEY",
+        "Key that loading, unloading and rolling back adapters and the memory budget need; default: any.",
     )
     api_server_count: int = _setting(1, whole(1, 64), "N", "Number of API worker processes.")
     state_dir: Path = _setting(
@@ -219,6 +203,7 @@ class Config:
 
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
+    adapters: AdapterConfig = AdapterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
     train: TrainConfig = TrainConfig()
@@ -334,6 +319,9 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"--train-share-min {shares.train_share_min} is above --train-share-max {shares.train_share_max}"
         )
+    slots = config.memory
+    if slots.max_cpu_loras is not None and slots.max_cpu_loras < slots.max_loras:
+        raise ConfigError(f"--max-cpu-loras {slots.max_cpu_loras} is below --max-loras {slots.max_loras}")
     if config.train.lora_train is None:
         return
     for flag, path in (("--lora-train", config.train.lora_train), ("--validation-file", config.train.validation_file)):
@@ -359,7 +347,7 @@ def _parse(setting: Setting, raw: object, source: str) -> Any:
     try:
         return setting.parse(raw)
     except (ValueError, OverflowError) as error:
-        shown = "***" if setting.name == "api_key" else repr(raw)
+        shown = "***" if setting.name.endswith("api_key") else repr(raw)
         raise ConfigError(f"{source}: {error}, got {shown}") from None
 
 

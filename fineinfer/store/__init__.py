@@ -83,6 +83,20 @@ class Store:
             if self.jobs.get(path.name) is None:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def needs_adapter(self, version: str) -> bool:
+        """Whether a name has this adapter version, or a live job begins with it."""
+        begun = "SELECT 1 FROM jobs WHERE finished_at IS NULL AND instr(request, ?) LIMIT 1"
+        return self.adapters.is_used(version) or self.db.first(begun, version) is not None
+
+    def remove_unknown_adapters(self) -> None:
+        """Remove folders of adapters that nobody needs. Call before anything is served.
+
+        Requests may still need the folder of an adapter that was deleted, so deleting one does not remove it.
+        """
+        for path in (self.state_dir / "adapters").iterdir():
+            if not self.needs_adapter(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
     def job_dir(self, job_id: str) -> Path:
         """The folder of a job; ``job_id`` must come from a JobRecord."""
         return self.state_dir / "jobs" / job_id

@@ -159,6 +159,11 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         return self._state.masters.layout.num_parameters
 
     @property
+    def serving_weights(self) -> LoraWeights:
+        """The adapter after the last update, in the model's dtype; the next update overwrites it."""
+        return self._state.compute
+
+    @property
     def finished(self) -> bool:
         """Whether every update is done and the last checkpoint is written."""
         return self.at_end and self._evaluation is None and not self.checkpoint_due

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fineinfer.adapters.batch import AdapterSegment, serving_project
 from fineinfer.adapters.config import AdapterError, module_path
 from fineinfer.adapters.peft_io import content_hash, load_adapter, save_adapter
-from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.adapters.registry import AdapterRegistry, AdapterVersion
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.kernels.reference import attention_varlen
 from fineinfer.messages import LoraSpec
@@ -63,7 +63,7 @@ def random_adapter(decoder: Decoder, spec: LoraSpec, folder: Path, seed: int = 0
 def served_logits(decoder: Decoder, folder: Path) -> torch.Tensor:
     registry = AdapterRegistry(decoder.spec, 2, 8, torch.float32, torch.device("cpu"))
     version = content_hash(folder)
-    registry.register("lora", 1, version, folder)
+    registry.register(AdapterVersion("lora", 1, version, folder))
     slot = registry.acquire(version)
     assert slot is not None
     project = serving_project(registry, [AdapterSegment(slot, 0, len(IDS))])
@@ -307,7 +307,7 @@ def test_damaged_adapters_are_refused_and_never_registered(
         load_adapter(tmp_path / "a", decoder.spec, 8)
     registry = AdapterRegistry(decoder.spec, 1, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(AdapterError):
-        registry.register("bad", 1, "0" * 64, tmp_path / "a")
+        registry.register(AdapterVersion("bad", 1, "0" * 64, tmp_path / "a"))
     assert registry.names() == []
     assert registry.resolve("bad") is None
 
@@ -318,7 +318,7 @@ def test_registry_pins_versions_and_reuses_the_least_recently_used_slot(decoder:
     for step in range(3):
         random_adapter(decoder, LoraSpec(r=4, target_modules=("q_proj",)), tmp_path / f"{step}", seed=step)
         versions.append(content_hash(tmp_path / f"{step}"))
-        registry.register("lora", step, versions[step], tmp_path / f"{step}", current=step < 2)
+        registry.register(AdapterVersion("lora", step, versions[step], tmp_path / f"{step}"), current=step < 2)
     current, by_step = registry.resolve("lora"), registry.resolve("lora@2")
     assert current is not None and (current.step, current.version) == (1, versions[1])
     assert by_step is not None and by_step.version == versions[2]
@@ -338,7 +338,7 @@ def test_registry_pins_versions_and_reuses_the_least_recently_used_slot(decoder:
     with pytest.raises(ValueError, match="not pinned"):
         registry.release(versions[1])
     shutil.rmtree(tmp_path / "0")
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with pytest.raises(AdapterError, match="missing"):
         registry.acquire(versions[0])
 
 
@@ -352,7 +352,7 @@ def test_mixed_ranks_targets_and_base_rows_in_one_batch(decoder: Decoder, tmp_pa
     for index, spec in enumerate(specs):
         adapters.append(random_adapter(decoder, spec, tmp_path / f"{index}", seed=index))
         version = content_hash(tmp_path / f"{index}")
-        registry.register(f"lora{index}", 1, version, tmp_path / f"{index}")
+        registry.register(AdapterVersion(f"lora{index}", 1, version, tmp_path / f"{index}"))
         slot = registry.acquire(version)
         assert slot is not None
         slots.append(slot)
