@@ -16,7 +16,7 @@ import torch
 from fineinfer.engine.job_memory import why_too_large
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
-from fineinfer.engine.rungs import ABORT, DROP, OFFLOAD, PARK, UNPARK, LadderStep
+from fineinfer.engine.rungs import LadderStep
 from fineinfer.engine.unit_times import UnitTimes
 from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
@@ -31,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 RATE_UPDATES = 16  # the rate shown is the mean over this many updates
 USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
-MEMORY_STORY = {
-    DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
-    OFFLOAD: "gave {mib:.0f} MiB of the micro-batch under way to waiting requests; its inputs wait in host memory",
-    ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
-    PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
-    UNPARK: "goes on: the job has its {mib:.0f} MiB again",
-}
 MAX_BESIDE = 3  # units in flight beside requests: enough for the device between two looks of the host
 
 
@@ -367,5 +360,4 @@ class TrainingHost:
             return
         for step in steps:
             data = {"bytes": float(step.num_bytes), "ms": step.ms, "layers": float(step.num_layers)}
-            message = MEMORY_STORY[step.name].format(layers=step.num_layers, mib=step.num_bytes / 2**20)
-            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=message, data=data))
+            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=step.told(), data=data))
