@@ -20,6 +20,7 @@ from fineinfer.messages import (
     CheckAdapter,
     Drain,
     Drained,
+    PauseJob,
     RemoveAdapter,
     RequestOutput,
     ResizeKV,
@@ -117,6 +118,7 @@ class EngineLoop:
 
     def _finish_turn(self) -> None:
         self.parts.training.tell(self.parts.ladder.take_steps())
+        self.parts.training.end_pause()
         self.parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
@@ -233,6 +235,8 @@ class EngineLoop:
             if isinstance(message, StartJob):
                 if self._drain_until_s is None:
                     self.parts.training.start(message)
+            elif isinstance(message, PauseJob):
+                self.parts.training.pause(message.job_id)
             elif isinstance(message, CancelJob):
                 self.parts.training.cancel(message.job_id)
             elif isinstance(message, (SetAdapter, RemoveAdapter, CheckAdapter)):

@@ -143,6 +143,8 @@ def check_together(request: JobRequest, places: Mapping[str, str] | None = None)
                 refuse(key, "needs an evaluation set: give validation_file or validation_split.")
     if "learning_rate" in asked and asked.get("learning_rate_multiplier", 1.0) != 1.0:
         refuse("learning_rate_multiplier", "multiplies the automatic learning rate, and learning_rate is given too.")
+    if asked.get("min_lr_ratio") and asked.get("lr_scheduler") == "constant":
+        refuse("min_lr_ratio", "needs an lr_scheduler that falls, cosine or linear.")
     if asked.get("serve_while_training") == "live" and asked.get("publish") == "if_better":
         refuse("publish", "if_better cannot go with serve_while_training live: that serves every update.")
 

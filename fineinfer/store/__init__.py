@@ -75,10 +75,13 @@ class Store:
         return self.state_dir / "files" / file_id
 
     def remove_unknown_files(self) -> None:
-        """Remove bytes that no record names: a crash between upload and record. Call before uploads are possible."""
+        """Remove bytes and job folders that no record names: a crash before the record. Call before requests come."""
         for path in (self.state_dir / "files").iterdir():
             if self.db.first("SELECT 1 FROM files WHERE id = ?", path.name) is None:
                 path.unlink()
+        for path in (self.state_dir / "jobs").iterdir():
+            if self.jobs.get(path.name) is None:
+                shutil.rmtree(path, ignore_errors=True)
 
     def needs_adapter(self, version: str) -> bool:
         """Whether a name has this adapter version, or a live job begins with it."""

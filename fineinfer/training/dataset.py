@@ -232,6 +232,10 @@ class Schedule:
         most = sum(longest)
         return most if accumulation else min(most, max(longest[0], settings.micro_batch_tokens))
 
+    def longest(self) -> list[int]:
+        """Lengths of the longest examples, as many as an update has, longest first."""
+        return self._dataset.longest(self._settings.batch_size)
+
     def load(self, step: int, device: torch.device) -> list[MicroBatch]:
         """The micro-batches of update ``step`` (from 0) on a device; none past the last update."""
         if step >= self.total_steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,28 @@ class ParkableTrainer(Trainer):
         """Whether kept graphs may be dropped, which the job's settings can forbid."""
         return self._job.settings.recompute != "never"
 
+    def floor_bytes(self, num_tokens: int) -> int:
+        """The least that a micro-batch of so many tokens can run with: recomputed, unless the settings forbid it."""
+        return self.bytes_if_recomputed(num_tokens) if self.can_drop else self.bytes_if_all_kept(num_tokens)
+
+    def state_parts(self) -> dict[str, int]:
+        """What ``state_bytes`` is made of, by name."""
+        state, masters = self._state, self._state.masters.flat.nbytes
+        copy = 0 if state.compute is state.masters else state.compute.flat.nbytes
+        temporary = self.state_bytes - 4 * masters - copy
+        return {
+            "masters": masters,
+            "gradients": masters,
+            "moments": 2 * masters,
+            "an update's temporary": temporary,
+            "copy in the model's dtype": copy,
+        }
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of one update."""
+        return self._job.settings.batch_size
+
     # ------------------------------------------------------------ the micro-batch
 
     def left_of_micro_batch(self) -> Counter[Unit]:
@@ -127,6 +150,22 @@ class ParkableTrainer(Trainer):
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)  # views of it, such as the adapter's matrices, stay what they are
         self._parked = True
+
+    def leave(self) -> Future[None]:
+        """Free all that the job holds on the device and save a resume point, for a job that is to end but not for good.
+
+        On a GPU masters and moments go to host memory and are written from there beside requests; the result tells when
+        that is done, or failed. Elsewhere it is done now, and ``close`` frees the memory.
+        """
+        if self._writer is not None and self._context.decoder.device.type in IN_HOST_MEMORY:
+            self.park()
+            return self._writer.submit(self.save_resume_point)  # behind a checkpoint that is being written
+        done: Future[None] = Future()
+        try:
+            done.set_result(self.save_resume_point())
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
     @on_own_stream
     @torch.inference_mode(False)

@@ -65,10 +65,9 @@ def expand_grad(block: AdaptedBlock, grad_xa: torch.Tensor, dropout: Dropout | N
     """Gradient of ``shrink``'s ``x``, [num_tokens, in], given that of its result."""
     if dropout is None:
         return grad_xa @ block.a
-    parts = [dropout(grad_xa[:, part.ranks] @ block.a[part.ranks], part.salt) for part in block.parts]
-    total = parts[0]
-    for other in parts[1:]:
-        total += other
+    total = grad_xa.new_zeros(grad_xa.shape[0], block.a.shape[1])
+    for part in block.parts:
+        total += dropout(grad_xa[:, part.ranks] @ block.a[part.ranks], part.salt)
     return total.mul_(dropout.scale)
 
 

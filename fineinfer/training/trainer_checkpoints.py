@@ -7,6 +7,7 @@ version is announced between two later updates. Elsewhere it is written at once.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +20,15 @@ from fineinfer.adapters.weights import LoraWeights
 from fineinfer.messages import JobNote, StartJob
 from fineinfer.training.checkpoint import (
     CheckpointError,
+    DiskFullError,
     Moments,
     checkpoint_folder,
+    newest_step,
     publish_adapter,
     read_newest,
     write_checkpoint,
 )
+from fineinfer.training.disk_space import LOG_BYTES_PER_STEP, DiskNeed
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.reports import Cursor, checkpoint_message, newest_reports, trainer_state
 from fineinfer.training.state import AdapterState
@@ -87,6 +91,23 @@ class TrainerCheckpoints(TrainerEvaluation):
         waits = self.at_end or (step != write.cursor.step and self._begins_at(step))
         return waits or write.written.done()
 
+    def check_disk_space(self) -> None:
+        """Ask the disk for all that the job still writes.
+
+        Raises:
+            DiskFullError: It has too little room; nothing was written.
+        """
+        total, nbytes = self.schedule.total_steps, self._state.masters.flat.nbytes
+        num_versions = len(self._publishing_steps(self.cursor.step))
+        DiskNeed(nbytes, 2 * nbytes, LOG_BYTES_PER_STEP * total, num_versions).check(Path(self._job.job_dir))
+
+    def _publishing_steps(self, begin: int) -> set[int]:
+        """Updates from ``begin`` on after which a version is published."""
+        total = self.schedule.total_steps
+        every = self._job.settings.save_steps or self.schedule.steps_per_epoch
+        steps = {*range(every, total, every), total, *self._steps_of_best()}
+        return {step for step in steps if step >= begin}
+
     def _begins_at(self, step: int) -> bool:
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
         return step != self._announced_step and (step % every == 0 or self.at_end or self._is_best(step))
@@ -97,6 +118,7 @@ class TrainerCheckpoints(TrainerEvaluation):
         """Write the state after the last finished update, without publishing it; nothing before the first update.
 
         May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
+        A checkpoint that is being written is waited for and announced, since a resume would begin behind it.
 
         Raises:
             CheckpointError: Nothing was written and nothing was lost; try again.
@@ -105,8 +127,8 @@ class TrainerCheckpoints(TrainerEvaluation):
         step, write = self.cursor.step, self._write
         if write is not None:
             wait([write.written])
-            if write.written.exception() is None:
-                self._saved_step = write.cursor.step
+            with contextlib.suppress(CheckpointError):
+                self._take_write(write)
         if step == self._saved_step:  # 0 before the first update
             return
         self._save(*self._durable(), self._durable_state())
@@ -128,7 +150,7 @@ class TrainerCheckpoints(TrainerEvaluation):
         return state | {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
 
     def _checkpoint_unit(self) -> str:
-        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
+        """First save, then publish and announce; an error costs this checkpoint, and the job only at its end."""
         if self._write is not None:
             return self._take_write(self._write)
         if self._writer is not None:
@@ -179,6 +201,9 @@ class TrainerCheckpoints(TrainerEvaluation):
         return self._announce(write.cursor, write.log_history, adapter)
 
     def _passed_over(self, error: CheckpointError, step: int) -> str:
+        if isinstance(error, DiskFullError):
+            begin = f"the checkpoint of update {self._saved_step}" if self._saved_step else "its beginning"
+            raise DiskFullError(f"{error}; make room and resume the job, it goes on from {begin}") from error
         if self.at_end and step == self.cursor.step:
             raise error
         self._announced_step = step
@@ -208,8 +233,12 @@ class TrainerCheckpoints(TrainerEvaluation):
         return identity | {"eval_sha256": job.eval_sha256}
 
     def _resume(self) -> None:
-        layout = self._state.masters.layout
-        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, layout.max_rank)
+        job_dir, job_id = Path(self._job.job_dir), self._job.job_id
+        saved = read_newest(job_dir, self._context.decoder.spec, self._state.masters.layout.max_rank)
+        damaged, step = newest_step(job_dir), 0 if saved is None else saved.step
+        if damaged > step:
+            message = f"the checkpoint of update {damaged} is damaged; the job goes on from update {step}"
+            self._reports.append(JobNote(job_id=job_id, level="warn", message=message))
         if saved is None:
             return
         for key, value in self._identity().items():
@@ -219,7 +248,7 @@ class TrainerCheckpoints(TrainerEvaluation):
         self.cursor, self.log_history = Cursor.of(saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
         # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
         self._saved_step = self.cursor.step
-        job_id, total = self._job.job_id, self.schedule.total_steps
-        self._reports += newest_reports(job_id, self.log_history[-NUM_REPLAYED_REPORTS:], total)
+        newest = self.log_history[-NUM_REPLAYED_REPORTS:]
+        self._reports += newest_reports(job_id, newest, self.schedule.total_steps)
         message = f"training goes on from the checkpoint of update {saved.step}"
         self._reports.append(JobNote(job_id=job_id, level="info", message=message))

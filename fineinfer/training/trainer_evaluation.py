@@ -57,17 +57,28 @@ class TrainerEvaluation:
     def _ends_at(self, cursor: Cursor) -> bool:
         return cursor.step >= self.schedule.total_steps or cursor.evaluated.stopped
 
+    @property
+    def _every(self) -> int:
+        return self._job.settings.eval_steps or self.schedule.steps_per_epoch
+
     def _begin_evaluation(self) -> None:
         """Begin the one that is due at this update boundary, if any."""
-        step, every = self.cursor.step, self._job.settings.eval_steps or self.schedule.steps_per_epoch
+        step, every = self.cursor.step, self._every
         due = step > self.cursor.evaluated.step and (step % every == 0 or step >= self.schedule.total_steps)
         if due and self._eval_set is not None:
             self._evaluation = RunningEvaluation(self._context, self._eval_set)
 
+    @property
+    def _keeps_best(self) -> bool:
+        """Whether a version of each best step must exist, since it may be the one to serve or to go back to."""
+        return self._job.settings.load_best_model_at_end or self._job.settings.early_stopping is not None
+
     def _is_best(self, step: int) -> bool:
-        """Whether a version of this step must exist, since it may be the one to serve or to go back to."""
-        wanted = self._job.settings.load_best_model_at_end or self._job.settings.early_stopping is not None
-        return wanted and step == self.cursor.evaluated.best_step
+        return self._keeps_best and step == self.cursor.evaluated.best_step
+
+    def _steps_of_best(self) -> range:
+        """Updates that may turn out to be the best so far, each with a version of its own."""
+        return range(self._every, self.schedule.total_steps, self._every) if self._keeps_best else range(0)
 
     @property
     def best_step(self) -> int | None:

@@ -44,9 +44,11 @@ class TrainerMemory:
 
     @property
     def max_micro_batch_tokens(self) -> int:
-        """No micro-batch of the job has more tokens."""
+        """No micro-batch of training has more tokens, none of an evaluation needs more memory than one of so many."""
+        trained = self.schedule.max_micro_batch_tokens
         evaluated = max(self._eval_set.num_tokens) if self._eval_set is not None else 0
-        return max(self.schedule.max_micro_batch_tokens, evaluated)
+        fits = self.bytes_if_offloaded(evaluated) <= self.bytes_if_recomputed(trained)
+        return trained if fits else max(trained, evaluated)
 
     @property
     def micro_batch_open(self) -> bool:

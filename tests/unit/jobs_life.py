@@ -77,6 +77,7 @@ class Job:
     off: bool = False  # serve_while_training
     status: str = "validating_files"
     deaths: int = 0
+    best: int | None = None  # what the engine said at the end of its last run
     steps: set[int] = field(default_factory=set)  # of its checkpoints
 
 
@@ -256,12 +257,12 @@ class Life:
             if job.status == "pausing" and self.manager._active != job.id:
                 job.status = "paused"
             elif job.status == "finalizing":
-                self._finished(job, None)
+                self._finished(job)
 
-    def _finished(self, job: Job, best: int | None) -> None:
+    def _finished(self, job: Job) -> None:
         job.status = "succeeded" if job.steps else "failed"
         if job.steps:
-            self.current[job.name] = best if best in job.steps else max(job.steps)
+            self.current[job.name] = job.best if job.best in job.steps else max(job.steps)
 
     async def _send(self, message: Any) -> None:
         if self.up:
@@ -433,7 +434,8 @@ class Life:
                 self.current[job.name] = message.step if not job.off or old == message.step else old
             elif isinstance(message, JobEnded):
                 if message.status == "succeeded":
-                    self._finished(job, message.best_step)
+                    job.best = message.best_step  # which must survive a crash from now on
+                    self._finished(job)
                 else:
                     job.status = message.status
         await self.manager.on_engine_message(message)

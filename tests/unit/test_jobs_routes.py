@@ -155,7 +155,10 @@ def test_a_full_disk_is_said_and_leaves_nothing(http: Any, app: FastAPI, monkeyp
 def test_bytes_without_a_record_are_removed_at_start(http: Any, app: FastAPI) -> None:
     kept, store = file_id(http), app.state.store
     store.file_path("file-of-a-crash").write_bytes(b"half")
+    store.job_dir("ftjob-of-a-crash").mkdir()
+    (store.job_dir("ftjob-of-a-crash") / "training.jsonl").write_bytes(b"half")
     store.remove_unknown_files()
+    assert list((store.state_dir / "jobs").iterdir()) == []
     assert [path.name for path in (store.state_dir / "files").iterdir()] == [kept]
 
 

@@ -113,6 +113,7 @@ REFUSED_SETTINGS: list[tuple[dict[str, Any], str, str]] = [
     ({**EVALUATED, "early_stopping": {"patiance": 1}}, "early_stopping.patiance", "'early_stopping.patience'"),
     ({**EVALUATED, "early_stopping": 3}, "early_stopping", "must be an object"),
     ({"min_lr_ratio": 1.5}, "min_lr_ratio", "at most 1"),
+    ({"min_lr_ratio": 0.1, "lr_scheduler": "constant"}, "min_lr_ratio", "cosine or linear"),
     ({"eval_steps": 0}, "eval_steps", "at least 1"),
     ({"load_best_model_at_end": "yes"}, "load_best_model_at_end", "true or false"),
     ({"serve_while_training": "always"}, "serve_while_training", "off, checkpoint, live"),
