@@ -263,11 +263,13 @@ def kills_at_writes(decoder: Decoder, folder: Path, most: int) -> Iterator[dict[
         if ended:
             return
         whole, torn = whole_steps(runs.job)
+        versions = len(list(Path(runs.job.adapters_dir).glob("[!.]*")))
         runs.wait(runs.live())
         whole_at_end, torn_at_end = whole_steps(runs.job)
         yield {
             "kill": n, "power": power, "at": names[-1], "whole": whole, "torn": torn, "begun": runs.begun,
             "states": runs.states(), "whole_at_end": whole_at_end, "torn_at_end": torn_at_end,
+            "announced": names.count("publish"), "versions": versions,
         }  # fmt: skip
         shutil.rmtree(folder / f"w{n}{power}")
 

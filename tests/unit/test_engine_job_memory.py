@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE
 from fineinfer.messages import LoraSpec, TrainingSettings
@@ -16,18 +15,16 @@ from fineinfer.messages import LoraSpec, TrainingSettings
 from .engine_harness import Harness
 from .training_job import SETTINGS, Told, write_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MIB = 1 << 20
 LARGE = msgspec.structs.replace(SETTINGS, lora=LoraSpec(r=256, lora_alpha=8))
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     harness = Harness(tmp_path_factory.mktemp("e"), max_loras=2, max_lora_rank=4)
     yield harness
     harness.close()
-    torch.set_num_threads(threads)
 
 
 def answer(engine: Harness, folder: Path, settings: TrainingSettings, longest: int = 100, **rows: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from fineinfer.adapters import peft_io
 from fineinfer.adapters.peft_io import content_hash
@@ -27,16 +26,8 @@ from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 from .engine_harness import Harness
 from .training_job import SETTINGS, Told, trained, write_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LONGER = msgspec.structs.replace(SETTINGS, n_epochs=2)  # 6 updates, a checkpoint after each second one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other take seconds for these tiny products on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
