@@ -112,7 +112,8 @@ def test_before_the_first_update_there_is_nothing_to_write(engine: Harness, tmp_
     engine.parts.training.start(job)
     run(engine, 3)
     before = sorted(tmp_path.rglob("*"))
-    send(engine, PauseJob(job_id="job"))
+    engine.send(PauseJob(job_id="job"))
+    engine.loop.step()
     assert told.end().status == "paused" and has_nothing(engine) and sorted(tmp_path.rglob("*")) == before
 
 
