@@ -24,6 +24,7 @@ UrlOption = Annotated[
     typer.Option(metavar="URL", help=f"Server; also FINEINFER_URL or OPENAI_BASE_URL (default: {DEFAULT_URL})"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the server's object as JSON.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB_ID", help="Such as ftjob-abc123.")]
 
 
 class CliError(Exception):
@@ -74,8 +75,10 @@ def explain(error: openai.APIError) -> CliError:
 
 
 def print_json(item: Any) -> None:
-    """Print an SDK object, or a list of them, as JSON."""
-    plain = [part.to_dict() for part in item] if isinstance(item, list) else item.to_dict()
+    """Print an SDK object, a list of them, or builtins, as JSON."""
+    if isinstance(item, list):
+        item = [part.to_dict() for part in item]
+    plain = item if isinstance(item, dict | list) else item.to_dict()
     typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
@@ -100,3 +103,8 @@ def when(unix_s: int | None) -> str:
     from datetime import datetime
 
     return "" if unix_s is None else datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def decimals(value: float | None) -> str:
+    """A loss for people."""
+    return "" if value is None else f"{value:.4f}"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from fineinfer.cli.client import CliError, connect
 from fineinfer.cli.demo_display import DemoDisplay
-from fineinfer.cli.files import upload_file
-from fineinfer.cli.fine_tuning import ENDED, first_model
+from fineinfer.cli.fine_tuning import first_model
+from fineinfer.cli.ft_watch import ENDED
 from fineinfer.cli.local_server import LocalServer, local_server
+from fineinfer.cli.transfer import upload_file
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from fineinfer.cli.client import CliError, JsonOption, UrlOption, connect, print_json, print_table, when
+from fineinfer.cli.client import JsonOption, UrlOption, connect, print_json, print_table, when
+from fineinfer.cli.transfer import fetch, upload_file, whole_file
 
-if TYPE_CHECKING:
-    from openai import OpenAI
-    from openai.types import FileObject
-
-app = typer.Typer(help="Upload, list and delete training files.", no_args_is_help=True)
+app = typer.Typer(help="Upload, list, fetch and delete training files.", no_args_is_help=True)
 FileId = Annotated[str, typer.Argument(metavar="FILE_ID", help="Such as file-abc123.")]
-
-
-def upload_file(client: OpenAI, path: Path) -> FileObject:
-    """Upload a training file.
-
-    Raises:
-        CliError: It does not exist or cannot be read.
-    """
-    try:
-        with path.open("rb") as stream:
-            return client.files.create(file=stream, purpose="fine-tune")
-    except OSError as error:
-        raise CliError(f"{path}: {error.strerror or error}") from None
 
 
 @app.command()
 def upload(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A JSONL file.")],
+    purpose: Annotated[str, typer.Option(metavar="NAME", help="What the file is for.")] = "fine-tune",
+    expires_after: Annotated[
+        int | None, typer.Option(metavar="SECONDS", help="The server forgets the file then (default: never).")
+    ] = None,
     url: UrlOption = None,
     json: JsonOption = False,
 ) -> None:
     """Upload a file for fine-tuning and print its id."""
     with connect(url) as client:
-        created = upload_file(client, path)
+        created = upload_file(client, path, purpose, expires_after)
     if json:
         print_json(created)
     else:
@@ -46,10 +35,14 @@ def upload(
 
 
 @app.command("list")
-def list_files(url: UrlOption = None, json: JsonOption = False) -> None:
-    """List the uploaded files, newest first."""
+def list_files(
+    purpose: Annotated[str | None, typer.Option(metavar="NAME", help="Only files for this.")] = None,
+    url: UrlOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the files, newest first."""
     with connect(url) as client:
-        found = list(client.files.list())
+        found = list(client.files.list(purpose=purpose) if purpose else client.files.list())
     if json:
         print_json(found)
     else:
@@ -66,6 +59,25 @@ def get(file_id: FileId, url: UrlOption = None, json: JsonOption = False) -> Non
         print_json(found)
     else:
         typer.echo(f"{found.id}  {found.filename}  {found.bytes} bytes  {found.purpose}  {when(found.created_at)}")
+
+
+@app.command()
+def content(
+    file_id: FileId,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PATH", help="Where to (default: standard output).")
+    ] = None,
+    url: UrlOption = None,
+) -> None:
+    """Fetch a file's bytes: what was uploaded, or the result file of a job."""
+    with connect(url) as client:
+        if output is None:
+            fetch(client, f"/files/{file_id}/content", sys.stdout.buffer.write)
+            sys.stdout.buffer.flush()
+            return
+        found = client.files.retrieve(file_id)
+        with whole_file(output) as write:
+            fetch(client, f"/files/{file_id}/content", write, found.bytes)
 
 
 @app.command()

@@ -2,55 +2,107 @@
 
 from __future__ import annotations
 
-import time
+import json as codec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fineinfer.cli.client import CliError, JsonOption, UrlOption, connect, print_json, print_table, when
-from fineinfer.cli.files import upload_file
+from fineinfer.cli.client import (
+    CliError,
+    JobId,
+    JsonOption,
+    UrlOption,
+    connect,
+    decimals,
+    print_json,
+    print_table,
+    when,
+)
 from fineinfer.cli.flags import with_settings
-from fineinfer.config import load_config
+from fineinfer.cli.ft_download import download
+from fineinfer.cli.ft_watch import events, metrics
+from fineinfer.cli.transfer import upload_file
+from fineinfer.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from openai import OpenAI
-    from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+    from openai.types.fine_tuning import FineTuningJob
 
 app = typer.Typer(help="Create and watch fine-tuning jobs.", no_args_is_help=True)
-JobId = Annotated[str, typer.Argument(metavar="JOB_ID", help="Such as ftjob-abc123.")]
-ENDED = ("succeeded", "failed", "cancelled")
-_POLL_S = 0.5
+app.command()(events)
+app.command()(metrics)
+app.command()(download)
 
 
 @app.command()
-@with_settings("train", "optimizer", leave_out=("lora_train", "lora_train_name"))
+@with_settings("train", "optimizer", leave_out=("lora_train", "lora_train_name", "validation_file"))
 def create(
     training_file: Annotated[
         str, typer.Argument(metavar="FILE", help="Id of an uploaded file, or a local path, which is uploaded first.")
     ],
+    validation_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Rows for evaluation: an id or a local path, as FILE.")
+    ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="Base model (default: the served one)")] = None,
     suffix: Annotated[str | None, typer.Option(metavar="TEXT", help="Name under which the adapter is served.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the job.")] = None,
+    priority: Annotated[
+        str | None, typer.Option(metavar="N", help="high | normal | low or a number: lower is earlier in the queue.")
+    ] = None,
+    max_gpu_share: Annotated[
+        float | None, typer.Option(help="Most of the time that it may train, above 0 to 1.")
+    ] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Note on the job; may be repeated.")
+    ] = None,
+    extra_body: Annotated[
+        str | None, typer.Option(metavar="JSON", help="More fields of the request, such as integrations.")
+    ] = None,
     url: UrlOption = None,
     json: JsonOption = False,
     **flags: Any,
 ) -> None:
     """Start a fine-tuning job and print its id."""
     hyperparameters = load_config(flags).hyperparameters()
+    place = int(priority) if priority and priority.lstrip("+-").isdecimal() else priority
+    extra: dict[str, Any] = {"priority": place, "max_gpu_share": max_gpu_share}
+    method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}} if hyperparameters else None
+    body: dict[str, Any] = {"suffix": suffix, "seed": seed, "metadata": _pairs(metadata), "method": method}
+    more = _object(extra_body)
     with connect(url) as client:
-        path = Path(training_file).expanduser()
-        if path.exists() or not training_file.startswith("file-"):
-            training_file = upload_file(client, path).id
-        body: dict[str, Any] = {"model": model or first_model(client), "training_file": training_file}
-        body |= {key: value for key, value in {"suffix": suffix, "seed": seed}.items() if value is not None}
-        if hyperparameters:
-            body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
-        job = client.fine_tuning.jobs.create(**body)
+        body["training_file"] = _file_id(client, training_file)
+        body["validation_file"] = None if validation_file is None else _file_id(client, validation_file)
+        body["model"] = model or first_model(client)
+        body, extra = ({key: item for key, item in part.items() if item is not None} for part in (body, extra))
+        job = client.fine_tuning.jobs.create(**body, extra_body=extra | more or None)
     if json:
         print_json(job)
     else:
         typer.echo(job.id)
+
+
+def _file_id(client: OpenAI, text: str) -> str:
+    """The id itself, or that of the local file, which is uploaded."""
+    path = Path(text).expanduser()
+    return upload_file(client, path).id if path.exists() or not text.startswith("file-") else text
+
+
+def _pairs(items: list[str] | None) -> dict[str, str] | None:
+    split = [item.partition("=") for item in items or ()]
+    if bad := [key for key, sign, _ in split if not sign or not key]:
+        raise ConfigError(f"--metadata: expected KEY=VALUE, got {bad[0]!r}")
+    return {key: value for key, _, value in split} or None
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        value = codec.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--extra-body: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("--extra-body: expected a JSON object")
+    return value
 
 
 def first_model(client: OpenAI) -> str:
@@ -93,48 +145,26 @@ def get(job_id: JobId, url: UrlOption = None, json: JsonOption = False) -> None:
 
 
 @app.command()
-def events(
-    job_id: JobId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends.")] = False,
-    url: UrlOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show a job's events, oldest first; with -f exits 0 if the job succeeds."""
-    import json as codec
-
-    seen: set[str] = set()
-    with connect(url) as client:
-        while True:
-            job = client.fine_tuning.jobs.retrieve(job_id)  # before the events: the last ones are not missed
-            for event in _new_events(client, job_id, seen):
-                typer.echo(codec.dumps(event.to_dict(), ensure_ascii=False) if json else _event_line(event))
-            if not follow or job.status in ENDED:
-                break
-            time.sleep(_POLL_S)
-    if follow and job.status != "succeeded":
-        raise CliError(f"{job_id} {job.status}" + (f": {job.error.message}" if job.error else ""))
+def pause(job_id: JobId, url: UrlOption = None, json: JsonOption = False) -> None:
+    """Stop a job so that it can go on later, bit for bit, and give its memory back."""
+    _act("pause", job_id, url, json)
 
 
-def _new_events(client: OpenAI, job_id: str, seen: set[str]) -> list[FineTuningJobEvent]:
-    fresh = []
-    for event in client.fine_tuning.jobs.list_events(job_id, limit=100):  # newest first, page by page
-        if event.id in seen:
-            break
-        seen.add(event.id)
-        fresh.append(event)
-    return fresh[::-1]
-
-
-def _event_line(event: FineTuningJobEvent) -> str:
-    level = "" if event.level == "info" else f"{event.level}: "
-    return f"{when(event.created_at)}  {level}{event.message}"
+@app.command()
+def resume(job_id: JobId, url: UrlOption = None, json: JsonOption = False) -> None:
+    """Put a paused job back into the queue."""
+    _act("resume", job_id, url, json)
 
 
 @app.command()
 def cancel(job_id: JobId, url: UrlOption = None, json: JsonOption = False) -> None:
-    """Stop a job."""
+    """Stop a job for good; versions that it has published stay."""
+    _act("cancel", job_id, url, json)
+
+
+def _act(action: str, job_id: str, url: str | None, json: bool) -> None:
     with connect(url) as client:
-        job = client.fine_tuning.jobs.cancel(job_id)
+        job: FineTuningJob = getattr(client.fine_tuning.jobs, action)(job_id)
     if json:
         print_json(job)
     else:
@@ -153,16 +183,13 @@ def checkpoints(job_id: JobId, url: UrlOption = None, json: JsonOption = False) 
         [
             str(item.step_number),
             item.fine_tuned_model_checkpoint,
-            _number(item.metrics.train_loss),
+            decimals(item.metrics.train_loss),
+            decimals(item.metrics.valid_loss),
             when(item.created_at),
         ]
         for item in found
     ]
-    print_table(["step", "model", "loss", "created"], rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    print_table(["step", "model", "loss", "eval loss", "created"], rows)
 
 
 def _progress(job: FineTuningJob) -> str:
@@ -175,18 +202,22 @@ def _progress(job: FineTuningJob) -> str:
 
 def _show(job: FineTuningJob) -> None:
     state = getattr(job, "progress", None)
+    state = state if isinstance(state, dict) else {}
     lines = {
         "id": job.id,
         "status": job.status,
+        "queue position": getattr(job, "queue_position", None),  # FineInfer's addition, as `progress`
         "model": job.model,
         "fine-tuned model": job.fine_tuned_model,
         "training file": job.training_file,
+        "validation file": job.validation_file,
         "created": when(job.created_at),
         "finished": when(job.finished_at),
         "progress": _progress(job),
-        "loss": _number(state.get("loss")) if isinstance(state, dict) else None,
+        "loss": decimals(state.get("loss")),
+        "eval loss": decimals(state.get("eval_loss")),
         "trained tokens": job.trained_tokens,
-        "device seconds": getattr(job, "device_seconds", None),  # FineInfer's addition, as `progress`
+        "device seconds": getattr(job, "device_seconds", None),
         "error": job.error.message if job.error else None,
     }
     for name, value in lines.items():

@@ -49,4 +49,14 @@ def _parse(raw: bytes, number: int) -> Any | Problem:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         reason = str(error).removeprefix("JSON is malformed: ") or "nested too deeply"
-        return Problem(line=number, code="invalid_json", message=f"not a JSON value on one line: {reason}")
+        message = f"not a JSON value on one line: {reason}{_hint(raw.strip())}"
+        return Problem(line=number, code="invalid_json", message=message)
+
+
+def _hint(line: bytes) -> str:
+    """What to do, where a whole file is of a kind that people bring instead of JSONL."""
+    if line[:1].isalpha():
+        return '; plain text goes in as {"text": "..."} rows'
+    if line in (b"[", b"{") or line.startswith(b"[{"):
+        return "; write one row a line, without a list around them"
+    return ""

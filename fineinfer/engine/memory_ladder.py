@@ -143,14 +143,13 @@ class MemoryLadder:
         Returns:
             False if not even a fully recomputed micro-batch fits now; training waits.
         """
-        num_tokens = trainer.next_micro_batch_tokens()
-        least, most = trainer.floor_bytes(num_tokens), trainer.bytes_if_all_kept(num_tokens)
+        least, most = trainer.next_micro_batch_bytes()
         held = self._governor.leased(ACTIVATIONS)
         wanted = least if time.monotonic() < self._hold_until_s else most  # requests wait for memory: just its floor
         if held < wanted:
             self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
-        if available < least and trainer.can_drop:
+        if available < least < most:  # a training micro-batch whose graphs may be dropped
             least, self._kept_layers = self._make_smaller(trainer, available), 0
             return available >= least and self._governor.lease(ACTIVATIONS, least)
         if available < least:

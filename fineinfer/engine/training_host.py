@@ -229,9 +229,15 @@ class TrainingHost:
         withheld = self._ladder.slots_withheld if trainer.parked else 0
         started = not trainer.at_update_boundary
         units = trainer.remaining_units() if started else trainer.next_update_units()
-        left_s = sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
+        left_s = sum(count * self._estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside)
+        max_share = 1.0 if self.job is None else self.job.max_share
+        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside, max_share)
+
+    def _estimate(self, kind: str, num_tokens: int) -> float:
+        """Seconds of a unit; before the first evaluation its units count as training's."""
+        seconds = self._latency.estimate(kind, num_tokens)
+        return seconds or self._latency.estimate(kind.removeprefix("eval_"), num_tokens)
 
     @property
     def can_run_beside(self) -> bool:
@@ -322,14 +328,21 @@ class TrainingHost:
             self._report_usage()
         self._send(trainer)
         if trainer.finished:
-            job_id = trainer.job_id
+            ended = JobEnded(
+                job_id=trainer.job_id,
+                status="succeeded",
+                best_step=trainer.best_step,
+                early_stopped=trainer.early_stopped,
+            )
             self._close()
-            self._ended(job_id, "succeeded")
+            self._outbox.notify(ended)
 
     def _send(self, trainer: ParkableTrainer) -> None:
         for progress in trainer.take_progress():
             self.last_progress = self._with_rate(progress)
             self._outbox.notify(self.last_progress)
+        for evaluation in trainer.take_evals():
+            self._outbox.notify(evaluation)
         for note in trainer.take_notes():
             self._outbox.notify(note)
         for checkpoint in trainer.take_checkpoints():

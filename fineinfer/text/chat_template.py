@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as transformers names it, in a model's folder and in an adapter's
 
 
 class ChatTemplateError(ValueError):
@@ -28,6 +30,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
+    source: str | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -36,11 +39,12 @@ def render_chat(
         messages: ``{"role", "content", ...}`` with string contents.
         add_generation_prompt: End with the header of an assistant turn.
         template_kwargs: Extra variables of the template, for example ``enable_thinking`` or ``tools``.
+        source: Another template than the tokenizer's: the one that an adapter was trained in.
 
     Raises:
         ChatTemplateError: No template, or the template refuses these messages.
     """
-    conversation = Conversation(ChatTemplate(tokenizer), messages, template_kwargs or {})
+    conversation = Conversation(ChatTemplate(tokenizer, source), messages, template_kwargs or {})
     return conversation.encode(conversation.text(add_generation_prompt=add_generation_prompt))[0]
 
 
@@ -49,15 +53,17 @@ class ChatTemplate:
 
     Args:
         tokenizer: A fast transformers tokenizer; used by one thread at a time.
+        source: Jinja text of another template than the tokenizer's own.
 
     Attributes:
         tokenizer: The same.
+        foreign: ``source`` as given.
         source: The template's Jinja text; empty if the model has none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        given = tokenizer.chat_template or ""
+    def __init__(self, tokenizer: Any, source: str | None = None) -> None:
+        self.tokenizer, self.foreign = tokenizer, source
+        given = source or tokenizer.chat_template or ""
         self.source: str = given if isinstance(given, str) else given.get("default", "")
         self._backend = tokenizer._tokenizer
         # settings that tokenizer.json or an earlier caller may have left
@@ -74,12 +80,12 @@ class ChatTemplate:
         self.special = _any_of(special)
         self.control = _any_of(special + steering)
 
-    def encode(self, text: str) -> tuple[list[int], list[int]]:
+    def encode(self, text: str) -> tuple[list[int], Sequence[int]]:
         """Ids of a text and, for each, where it ends in the text, in characters."""
         encoded = self._backend.encode(text, add_special_tokens=False)
-        return encoded.ids, [end for _, end in encoded.offsets]
+        return encoded.ids, _Ends(encoded)
 
-    def encode_inside(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_inside(self, text: str) -> tuple[list[int], Sequence[int]]:
         """The same for a text that follows another one.
 
         SentencePiece-like tokenizers put a space before the first word of what they encode: encode after a character
@@ -91,7 +97,7 @@ class ChatTemplate:
             head = self.encode(lead)[0]
             ids, ends = self.encode(lead + text)
             if ids[: len(head)] == head:
-                return ids[len(head) :], [end - 1 for end in ends[len(head) :]]
+                return ids[len(head) :], [end - 1 for end in ends][len(head) :]
         return self.encode(text)
 
     def encode_plain(self, text: str) -> list[int]:
@@ -115,6 +121,22 @@ class ChatTemplate:
         if backend.pre_tokenizer is not None:
             words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for word in words for token in backend.model.tokenize(word)]
+
+
+class _Ends(Sequence[int]):
+    """Where the tokens of an encoding end; masks ask for few of them, so no list is made (a tenth of a row's time)."""
+
+    def __init__(self, encoded: Any) -> None:
+        self._encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._encoded.token_to_chars(index)[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return (end for _, end in self._encoded.offsets)
 
 
 class Conversation:
@@ -157,19 +179,25 @@ class Conversation:
             raise ChatTemplateError("At least one message is needed.")
         try:
             text: str = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._variables
+                messages,
+                chat_template=self._template.foreign,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
             )
         except Exception as error:  # a template raises whatever it likes: Jinja errors, TypeError on missing keys, …
             raise ChatTemplateError(f"The chat template refused these messages: {str(error)[:500]}") from error
         return text
 
-    def encode(self, text: str) -> tuple[list[int], list[int]]:
+    def encode(self, text: str) -> tuple[list[int], Sequence[int]]:
         """Ids of a rendered text, the strings taken out as ordinary tokens in their places; and each id's end in it.
 
         Raises:
             ChatTemplateError: The template cut a place holder to pieces.
         """
         template, position = self._template, 0
+        if template.nonce not in text:
+            return template.encode(text)
         ids: list[int] = []
         ends: list[int] = []
         for match in [*template.place.finditer(text), None]:

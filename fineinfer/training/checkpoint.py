@@ -132,7 +132,7 @@ def read_newest(job_dir: Path, weights_shape: Any, max_rank: int) -> SavedState 
     Args:
         job_dir: Folder of the job.
         weights_shape: The model's spec.
-        max_rank: Rank of the job's adapter.
+        max_rank: Largest rank of the job's adapter.
     """
     for directory in sorted(_folders(job_dir / "checkpoints"), reverse=True):
         try:

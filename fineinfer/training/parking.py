@@ -67,8 +67,8 @@ class ParkableTrainer(Trainer):
     @property
     def next_unit_waits(self) -> bool:
         """Whether the next unit makes the host wait for the device: an optimizer step, a checkpoint."""
-        update = self._update
-        return self.checkpoint_due if update is None else update.current is None and not update.begins_micro_batch
+        running = self._running
+        return self.checkpoint_due if running is None else running.current is None and not running.begins_micro_batch
 
     @property
     def parked(self) -> bool:
@@ -106,11 +106,12 @@ class ParkableTrainer(Trainer):
 
     def left_of_micro_batch(self) -> Counter[Unit]:
         """Units until the micro-batch under way ends."""
-        return Counter(() if self._update is None else self._update.left_of_micro_batch())
+        running = self._running
+        return Counter(() if running is None or running.current is None else running.left_of_micro_batch())
 
     def lost_by_abort(self) -> Counter[Unit]:
         """Units that ``abort_micro_batch`` would make run again."""
-        return Counter(() if self._update is None else self._update.lost_by_abort())
+        return Counter(() if self._running is None else self._running.lost_by_abort())
 
     def abort_micro_batch(self) -> None:
         """Give up the micro-batch under way; it runs again from its start.
@@ -118,14 +119,14 @@ class ParkableTrainer(Trainer):
         Once it has added to the gradient the whole update begins anew, which zeroes the gradient: undoing a sum, or
         adding up in another order, would change bits.
         """
-        if self._update is not None and not self._update.replay():
+        if self._update is None or not self._update.replay():
             self.abandon_update()
 
     # ------------------------------------------------------------ everything
 
     def lost_by_park(self) -> Counter[Unit]:
         """Units of the running update so far: gradients are not kept."""
-        return Counter(() if self._update is None else self._update.finished())
+        return Counter(() if self._running is None else self._running.finished())
 
     @on_own_stream
     @torch.inference_mode(False)
@@ -184,9 +185,7 @@ class ParkableTrainer(Trainer):
             moments = {"exp_avg": copy.exp_avg, "exp_avg_sq": copy.exp_avg_sq}
             state.restore(copy.masters, moments, state.optimizer.num_updates)
         elif step == 0:  # nothing was written: it is what it began as
-            fresh = LoraWeights.init(state.masters.layout, state.masters.flat.dtype, "cpu", self._job.settings.seed)
-            zeros = torch.zeros_like(fresh.flat)
-            state.restore(fresh, {"exp_avg": zeros, "exp_avg_sq": zeros}, 0)
+            self._begin_anew()
         else:
             self._saved_step = 0
             self._resume()

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from fineinfer.adapters.weights import LoraWeights
-from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
+from fineinfer.messages import JobNote, StartJob
 from fineinfer.training.checkpoint import (
     CheckpointError,
     DiskFullError,
@@ -28,12 +28,11 @@ from fineinfer.training.checkpoint import (
     read_newest,
     write_checkpoint,
 )
-from fineinfer.training.dataset import Schedule
 from fineinfer.training.disk_space import LOG_BYTES_PER_STEP, DiskNeed
 from fineinfer.training.errors import TrainingError
-from fineinfer.training.reports import Cursor, checkpoint_message, progress_message, trainer_state
+from fineinfer.training.reports import Cursor, checkpoint_message, newest_reports, trainer_state
 from fineinfer.training.state import AdapterState
-from fineinfer.training.step import StepContext
+from fineinfer.training.trainer_evaluation import TrainerEvaluation
 
 NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
 LOOK_EVERY_S = 0.01  # at a checkpoint that training waits for
@@ -54,16 +53,11 @@ class _Write:
     written: Future[tuple[str, Path]]
 
 
-class TrainerCheckpoints:
+class TrainerCheckpoints(TrainerEvaluation):
     """The part of ``Trainer`` that writes to disk; the attributes are the trainer's."""
 
-    cursor: Cursor
-    log_history: list[dict[str, Any]]
-    schedule: Schedule
     _job: StartJob
     _state: AdapterState
-    _context: StepContext
-    _reports: list[JobProgress | JobNote | JobCheckpoint]
     _write: _Write | None = None
     _writer: ThreadPoolExecutor | None = None
     _host_buffers: tuple[torch.Tensor, ...] = ()
@@ -94,7 +88,7 @@ class TrainerCheckpoints:
         step, write = self.cursor.step, self._write
         if write is None:
             return self._begins_at(step)
-        waits = step >= self.schedule.total_steps or (step != write.cursor.step and self._begins_at(step))
+        waits = self.at_end or (step != write.cursor.step and self._begins_at(step))
         return waits or write.written.done()
 
     def check_disk_space(self) -> None:
@@ -111,11 +105,12 @@ class TrainerCheckpoints:
         """Updates from ``begin`` on after which a version is published."""
         total = self.schedule.total_steps
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
-        return {step for step in (*range(every, total, every), total) if step >= begin}
+        steps = {*range(every, total, every), total, *self._steps_of_best()}
+        return {step for step in steps if step >= begin}
 
     def _begins_at(self, step: int) -> bool:
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
-        return step != self._announced_step and (step % every == 0 or step >= self.schedule.total_steps)
+        return step != self._announced_step and (step % every == 0 or self.at_end or self._is_best(step))
 
     # ------------------------------------------------------------ writing
 
@@ -209,16 +204,17 @@ class TrainerCheckpoints:
         if isinstance(error, DiskFullError):
             begin = f"the checkpoint of update {self._saved_step}" if self._saved_step else "its beginning"
             raise DiskFullError(f"{error}; make room and resume the job, it goes on from {begin}") from error
-        if step >= self.schedule.total_steps:
+        if self.at_end and step == self.cursor.step:
             raise error
         self._announced_step = step
+        self.cursor.evaluated = self.cursor.evaluated.without(step)
         message = f"{error}; training goes on, the next checkpoint is tried at its time"
         self._reports.append(JobNote(job_id=self._job.job_id, level="error", message=message))
         return "checkpoint"
 
     def _announce(self, cursor: Cursor, log_history: list[dict[str, Any]], adapter: tuple[str, Path]) -> str:
         self._announced_step = cursor.step
-        final = cursor.step >= self.schedule.total_steps
+        final = self._ends_at(cursor)
         self._reports.append(checkpoint_message(self._job, cursor, log_history, adapter, final))
         return "publish"
 
@@ -233,11 +229,12 @@ class TrainerCheckpoints:
         """What a checkpoint must agree on to be this job's."""
         settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
         job = self._job
-        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+        identity = {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+        return identity | {"eval_sha256": job.eval_sha256}
 
     def _resume(self) -> None:
         job_dir, job_id = Path(self._job.job_dir), self._job.job_id
-        saved = read_newest(job_dir, self._context.decoder.spec, self._job.settings.lora.r)
+        saved = read_newest(job_dir, self._context.decoder.spec, self._state.masters.layout.max_rank)
         damaged, step = newest_step(job_dir), 0 if saved is None else saved.step
         if damaged > step:
             message = f"the checkpoint of update {damaged} is damaged; the job goes on from update {step}"
@@ -248,10 +245,10 @@ class TrainerCheckpoints:
             if saved.trainer_state.get(key) != value:
                 raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
         self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
-        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
+        self.cursor, self.log_history = Cursor.of(saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
         # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
         self._saved_step = self.cursor.step
-        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
-        self._reports += [progress_message(job_id, entry, self.schedule.total_steps) for entry in newest]
+        newest = self.log_history[-NUM_REPLAYED_REPORTS:]
+        self._reports += newest_reports(job_id, newest, self.schedule.total_steps)
         message = f"training goes on from the checkpoint of update {saved.step}"
         self._reports.append(JobNote(job_id=job_id, level="info", message=message))

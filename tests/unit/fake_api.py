@@ -29,6 +29,16 @@ JOB = {
     "validation_file": None,
     "progress": {"step": 3, "total_steps": 9, "loss": 1.25},
 }
+METRICS = {
+    "object": "fine_tuning.job.metrics",
+    "columns": {
+        "step": [1, 2, 3],
+        "train_loss": [2.0, 1.5, 1.25],
+        "valid_loss": [None, None, 1.75],
+        "learning_rate": [1e-4, 2e-4, 1e-4],
+        "grad_norm": [None, None, None],
+    },
+}
 FILE = {"id": "file-1", "object": "file", "bytes": 3, "created_at": 1_700_000_000, "filename": "a.jsonl",
         "purpose": "fine-tune", "status": "processed"}  # fmt: skip
 
@@ -42,11 +52,19 @@ def listed(*items: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": list(items), "has_more": False}
 
 
+def streamed(*items: dict[str, Any], whole: bool = True) -> bytes:
+    """Events as a stream; one that is not whole breaks off."""
+    parts = [f"id: {item['id']}\ndata: {json.dumps(item)}\n\n" for item in items]
+    return "".join([*parts, "data: [DONE]\n\n" * whole]).encode()
+
+
 class FakeServer:
     """Answers from a table; remembers what it was asked."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, Any]] = []
+        self.queries: list[str] = []
+        self.streams: list[tuple[int, Any]] = []  # the next answers to `stream=true`
         self.answers: dict[str, tuple[int, Any]] = {
             "GET /v1/models": (200, listed(*({"id": name, "object": "model", "created": 1, "owned_by": "x"} | extra
                                              for name, extra in (("my-lora", {"parent": "base"}), ("base", {}))))),
@@ -54,11 +72,15 @@ class FakeServer:
             "POST /v1/files": (200, FILE),
             "GET /v1/files": (200, listed(FILE)),
             "GET /v1/files/file-1": (200, FILE),
+            "GET /v1/files/file-1/content": (200, b"abc"),
             "DELETE /v1/files/file-1": (200, {"id": "file-1", "object": "file", "deleted": True}),
             "POST /v1/fine_tuning/jobs": (200, JOB),
             "GET /v1/fine_tuning/jobs": (200, listed(JOB)),
             "GET /v1/fine_tuning/jobs/ftjob-1": (200, JOB),
             "POST /v1/fine_tuning/jobs/ftjob-1/cancel": (200, JOB | {"status": "cancelled"}),
+            "POST /v1/fine_tuning/jobs/ftjob-1/pause": (200, JOB | {"status": "pausing"}),
+            "POST /v1/fine_tuning/jobs/ftjob-1/resume": (200, JOB | {"status": "queued"}),
+            "GET /v1/fine_tuning/jobs/ftjob-1/metrics": (200, METRICS),
             "GET /v1/fine_tuning/jobs/ftjob-1/events": (200, listed(event(2, "later"), event(1, "earlier"))),
             "GET /v1/fine_tuning/jobs/ftjob-1/checkpoints": (200, listed({
                 "id": "ftckpt-1", "object": "fine_tuning.job.checkpoint", "created_at": 1_700_000_000,
@@ -71,7 +93,8 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                path = self.path.split("?")[0]
+                path, _, query = self.path.partition("?")
+                server.queries.append(query)
                 is_json = "json" in (self.headers.get("content-type") or "")
                 server.requests.append((f"{self.command} {path}", json.loads(body) if is_json and body else body))
                 if path == "/v1/chat/completions" and server.chat_status == 200:
@@ -79,16 +102,21 @@ class FakeServer:
                 missing = (404, {"error": {"message": f"no {path}", "type": "invalid_request_error", "code": "x"}})
                 if path == "/v1/chat/completions":
                     missing = (server.chat_status, {"error": {"message": "engine is\nrestarting"}})
-                self._send(*server.answers.get(f"{self.command} {path}", missing))
+                streams = server.streams if "stream=true" in query else []
+                self._send(*(streams.pop(0) if streams else server.answers.get(f"{self.command} {path}", missing)))
 
             def _send(self, status: int, answer: Any) -> None:
-                data = json.dumps(answer).encode()
+                raw = isinstance(answer, bytes)
+                data = answer if raw else json.dumps(answer).encode()
                 self.send_response(status)
-                self.send_header("content-type", "application/json")
+                self.send_header("content-type", "application/octet-stream" if raw else "application/json")
                 self.send_header("x-should-retry", "false")
-                self.send_header("content-length", str(len(data)))
+                # a stream that does not end as one: more was promised than comes
+                cut = raw and data.startswith(b"id: ") and b"[DONE]" not in data
+                self.send_header("content-length", str(len(data) + cut))
                 self.end_headers()
                 self.wfile.write(data)
+                self.close_connection = self.close_connection or cut
 
             def _stream(self, body: dict[str, Any]) -> None:
                 self.send_response(200)

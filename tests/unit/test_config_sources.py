@@ -59,16 +59,21 @@ def test_every_setting_is_read_by_some_component() -> None:
         if setting.group not in ("train", "optimizer"):
             assert setting.name in read, f"{setting.flag} does nothing"
     every = {name: "1" for name, item in SETTINGS.items() if item.group in ("train", "optimizer")}
+    every |= {name: "true" for name in every if SETTINGS[name].default is False}
     every |= {
         "lr_scheduler": "linear",
         "recompute": "never",
         "train_on": "all",
         "excess_length_strategy": "drop",
-        "skip_invalid": "true",
+        "serve_while_training": "live",
+        "publish": "if_better",
+        "validation_split": "0.5",
+        "lora_rank_pattern": "a=1",
+        "lora_alpha_pattern": "a=1",
     }
     del every["lora_train"], every["lora_train_name"]
     chosen = load_config(every).hyperparameters()
-    assert len(chosen) + len(chosen["lora"]) - 1 == len(every)
+    assert len(chosen) + len(chosen["lora"]) + len(chosen["early_stopping"]) - 2 == len(every)
 
 
 @pytest.mark.parametrize("key", ["max-model-len", "max_model_len"])
@@ -185,6 +190,17 @@ def test_training_flags_become_rest_hyperparameters(tmp_path: Path) -> None:
         "recompute": "always",
         "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
     }
+    flags = {"lora_rank_pattern": "down_proj=32, q_proj=4", "lora_alpha_pattern": "q_proj=4.5", "lora_rslora": True}
+    config = load_config(flags | {"early_stopping_patience": "2", "warmup_ratio": "0", "lora_dropout": "0.1"})
+    assert config.hyperparameters() == {
+        "warmup_ratio": 0,
+        "early_stopping": {"patience": 2},
+        "lora": {"rank_pattern": {"down_proj": 32, "q_proj": 4}, "alpha_pattern": {"q_proj": 4.5}, "rslora": True,
+                 "dropout": 0.1},
+    }  # fmt: skip
+    for raw in ("q_proj", "q_proj=x", "q_proj=nan"):
+        with pytest.raises(ConfigError, match="--lora-rank-pattern: "):
+            load_config({"lora_rank_pattern": raw})
 
 
 def test_training_that_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
@@ -222,3 +238,32 @@ def test_a_switch_is_on_by_its_flag_or_by_true() -> None:
     assert load_config({}, {"FINEINFER_ENFORCE_EAGER": "true"}).model.enforce_eager is True
     with pytest.raises(ConfigError, match="true or false"):
         load_config({}, {"FINEINFER_ENFORCE_EAGER": "yes"})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        ["sql=/a", "de=/b"],
+        "sql=/a,de=/b",
+        ['{"name": "sql", "path": "/a", "base_model_name": "x"}', "de=/b"],
+        '[{"name": "sql", "path": "/a"}, {"name": "de", "path": "/b"}]',
+    ],
+)
+def test_lora_modules_as_vllm_takes_them(raw: object) -> None:
+    adapters = load_config({"lora_modules": raw}).adapters
+    assert adapters.lora_modules == (("sql", Path("/a")), ("de", Path("/b")))
+
+
+@pytest.mark.parametrize("raw", [["sql"], ["=x"], ["sql="], ['{"name": "sql"}'], "{", ["a=/x", "a=/y"]])
+def test_lora_modules_that_name_nothing_are_refused(raw: object) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        load_config({"lora_modules": raw})
+
+
+def test_copies_in_host_memory_are_no_fewer_than_slots_and_admin_keys_are_not_shown() -> None:
+    assert load_config({"max_loras": "2", "max_cpu_loras": "2"}).memory.max_cpu_loras == 2
+    with pytest.raises(ConfigError, match="--max-cpu-loras 2 is below --max-loras 8"):
+        load_config({"max_cpu_loras": "2"})
+    with pytest.raises(ConfigError) as caught:
+        load_config({"admin_api_key": ["", " "]})
+    assert "***" in str(caught.value)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
+import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,20 @@ from hypothesis import strategies as st
 
 from fineinfer.data.formats import FORMATS, Chat, Example, Text, Tokens, detect_format, parse_row
 from fineinfer.data.packed import DatasetSummary
-from fineinfer.data.prepare import CHAT_TEMPLATE_FILE, DataSettings, Judge, PrepareSettings, prepare
+from fineinfer.data.prepare import DataSettings, Judge, PrepareSettings, prepare
 from fineinfer.data.problems import Problem, RowError
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
-from tests.unit.chat_families import conversations, family_tokenizer
+from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE
+from tests.unit.chat_families import family_tokenizer
 
 OWN_FILES = Path(__file__).parents[1] / "data" / "formats"
-FILES = sorted(OWN_FILES.glob("*.jsonl"))
+# and those of a folder of one's own: FINEINFER_FORMAT_FILES=folder pytest tests/unit/test_data_formats.py
+FILES = [
+    path
+    for folder in (OWN_FILES, os.environ.get("FINEINFER_FORMAT_FILES"))
+    if folder
+    for path in sorted(Path(folder).glob("*.jsonl"))
+]
 FORMAT_OF = {"openai_chat_weights": "openai_chat", "openai_chat_tools": "openai_chat"}
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -217,7 +223,7 @@ def test_every_format_trains(path: Path, tmp_path: Path) -> None:
     from fineinfer.training.trainer import Trainer
 
     tokenizer = family_tokenizer("qwen2.5")
-    told = PrepareSettings(source=str(path), job_dir=str(tmp_path), model_path="", max_seq_length=4096)
+    told = PrepareSettings(source=str(path), job_dir=str(tmp_path), model_path="", max_seq_length=8192)
     summary = prepare(told, lambda: tokenizer)
     assert isinstance(summary, DatasetSummary), summary
     assert summary.format == FORMAT_OF.get(path.stem, path.stem)
@@ -310,111 +316,3 @@ def test_what_only_tokens_show(tmp_path: Path, row: dict[str, Any], code: str, p
     judge = Judge(path, DataSettings(), 64, lambda: family_tokenizer("chatml"))
     assert list(judge.examples()) == [] and judge.refused
     assert [(problem.line, problem.code, problem.param) for problem in judge.report().first] == [(2, code, param)]
-
-
-# ---------------------------------------------------------------- 500 mutated files
-
-Mutation = Callable[[dict[str, Any], random.Random], Any]
-
-
-def _set(path: list[Any], value: Any) -> Mutation:
-    def mutate(row: dict[str, Any], _: random.Random) -> Any:
-        target: Any = row
-        for key in path[:-1]:
-            target = target[key]
-        if value is KeyError:
-            del target[path[-1]]
-        else:
-            target[path[-1]] = value
-        return row
-
-    return mutate
-
-
-# mutation -> the code it must get; None: the row stays good
-CHAT_MUTATIONS: list[tuple[Mutation, str | None]] = [
-    (_set(["messages", -1, "content"], ""), "empty_content"),
-    (_set(["messages", -1, "content"], 5), "invalid_type"),
-    (_set(["messages", -1, "content"], KeyError), "missing_content"),
-    (_set(["messages", -1, "role"], "bot"), "invalid_role"),
-    (_set(["messages", -1, "role"], "user"), "last_not_assistant"),
-    (_set(["messages", -1, "role"], KeyError), "missing_role"),
-    (_set(["messages", -1, "weight"], 0), "no_trainable_tokens"),
-    (_set(["messages", -1, "weight"], 2), "invalid_weight"),
-    (_set(["messages", -1, "weight"], 1), None),
-    (_set(["messages", -1, "extra"], {"deep": [1]}), None),
-    (_set(["messages"], []), "invalid_type"),
-    (_set(["messages"], KeyError), "missing_field"),
-    (_set(["messages", 0], "hello"), "invalid_type"),
-    (_set(["messages", 0, "content"], [{"type": "text", "text": "a"}]), None),
-    (_set(["messages", 0, "content"], [{"type": "input_audio"}]), "invalid_type"),
-    (_set(["messages", 0, "name"], 3), "invalid_type"),
-    (_set(["text"], "another format"), "ambiguous_format"),
-    (_set(["tools"], [{"type": "function"}]), "invalid_type"),
-    (_set(["id"], "row-1"), None),
-    (lambda row, draw: draw.choice([None, 5, [row], "row"]), "invalid_type"),
-]
-BYTE_MUTATIONS: list[tuple[Callable[[bytes, random.Random], bytes], str | None]] = [
-    (lambda line, draw: line[: draw.randrange(1, len(line))], "invalid_json"),
-    (lambda line, draw: line + line, "invalid_json"),
-    (lambda line, draw: line.replace(b":", b"", 1), "invalid_json"),
-    (lambda line, draw: line.replace(b'"', b"'"), "invalid_json"),
-    (lambda line, draw: line.replace(b'"content": "', b'"content": "\xff', 1), "not_utf8"),
-    (lambda line, draw: line.replace(b'"content": "', b'"content": "\\ud800', 1), "invalid_json"),
-    (lambda line, draw: line.replace(b'"content": "', b'"content": "\x01', 1), "invalid_json"),
-    (lambda line, draw: b"[" * 5000, "invalid_json"),
-    (lambda line, draw: b"  " + line + b"\t\r", None),
-    (lambda line, draw: b"\n\n" + line, None),
-]
-
-
-def test_500_mutated_files_get_the_right_verdict(tmp_path: Path) -> None:
-    draw = random.Random(7)
-    codes: Counter[str | None] = Counter()
-    path = tmp_path / "train.jsonl"
-    rows = [{"messages": [USER, {"role": "assistant", "content": f"a{n}"}]} for n in range(12)]
-    for number in range(500):
-        lines = [json.dumps(row).encode() for row in rows]
-        expected: list[tuple[int, str]] = []
-        for index in draw.sample(range(12), draw.randint(0, 3)):
-            if draw.random() < 0.6:
-                mutate, code = draw.choice(CHAT_MUTATIONS)
-                lines[index] = json.dumps(mutate(json.loads(lines[index]), draw)).encode()
-            else:
-                change, code = draw.choice(BYTE_MUTATIONS)
-                lines[index] = change(lines[index], draw)
-            codes[code] += 1
-            if code is not None:
-                expected.append((index, code))
-        starts = [sum(line.count(b"\n") + 1 for line in lines[:index]) for index in range(12)]
-        newlines = [line.count(b"\n") for line in lines]
-        want = sorted((starts[index] + newlines[index] + 1, code) for index, code in expected)
-        head, end = draw.choice([b"", b"\xef\xbb\xbf"]), draw.choice([b"\n", b"\r\n"])
-        path.write_bytes(head + end.join(lines) + draw.choice([b"", end, end * 3]))
-        judge = Judge(path, DataSettings(), 4096, (lambda: family_tokenizer("chatml")) if number % 10 == 0 else None)
-        good = [line for line, _, _ in judge.examples()]
-        report = judge.report()
-        assert [(problem.line, problem.code) for problem in report.first] == want, lines
-        assert len(good) == 12 - len(want) == report.rows - report.bad_rows and judge.refused == bool(want)
-    assert set(codes) == {code for _, code in [*CHAT_MUTATIONS, *BYTE_MUTATIONS]}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_random_bytes_crash_nothing_and_blame_no_other_line(name: str, tmp_path: Path) -> None:
-    draw = random.Random(name)
-    path = tmp_path / "train.jsonl"
-    rows = conversations("qwen2.5", 8) if name == "openai_chat" else [GOOD[name]] * 8
-    for _ in range(60):
-        lines = [json.dumps(row).encode() for row in rows]
-        index = draw.randrange(8)
-        broken = bytearray(lines[index])
-        for _ in range(draw.randint(1, 6)):
-            broken[draw.randrange(len(broken))] = draw.choice(
-                [0, 34, 44, 58, 91, 93, 123, 125, 48, 255, draw.randrange(256)]
-            )
-        lines[index] = bytes(broken).replace(b"\n", b" ")
-        path.write_bytes(b"\n".join(lines))
-        judge = Judge(path, DataSettings(format=name), 4096, lambda: family_tokenizer("qwen2.5"))
-        good = [line for line, _, _ in judge.examples()]
-        blamed = {problem.line for problem in judge.report().first}
-        assert blamed <= {index + 1} and sorted([*good, *blamed]) == list(range(1, 9))

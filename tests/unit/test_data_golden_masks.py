@@ -102,19 +102,27 @@ def serving_ids(tokenizer: Any, messages: list[Row], generation: bool) -> list[i
 
 
 def check_against_serving(tokenizer: Any, row: Row) -> None:
-    messages = row["messages"]
-    ids, mask = TokenMasker(tokenizer, "last_assistant").encode(chat(row))
-    whole = serving_ids(tokenizer, messages, False)
-    assert ids == whole[: len(ids)] and mask[-1] == 1
-    start, prompt = mask.index(1), serving_ids(tokenizer, messages[:-1], True)
-    # the last token of the prompt may have merged with an answer that begins with white space
-    assert ids[:start] == prompt[:start] and start >= len(prompt) - messages[-1]["content"][:1].isspace()
+    """Up to each answer: the training ids are those of the prompt that a server is asked with, and the completion."""
+    masker = TokenMasker(tokenizer, "last_assistant")
+    for index, message in enumerate(row["messages"]):
+        if message["role"] != "assistant":
+            continue
+        messages = [*row["messages"][:index], message | {"weight": 1}]
+        ids, mask = masker.encode(chat({"messages": messages}))
+        whole = serving_ids(tokenizer, messages, False)
+        assert ids == whole[: len(ids)] and mask[-1] == 1
+        start, prompt = mask.index(1), serving_ids(tokenizer, messages[:-1], True)
+        # the last token of the prompt may have merged with an answer that begins with white space
+        assert ids[:start] == prompt[:start] and start >= len(prompt) - message["content"][:1].isspace()
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("qwen3", "harmony")])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_training_ids_equal_serving_ids(name: str) -> None:
-    rows = [row for row in conversations(name, 70, seed=4) if "tools" not in row]
+    # requests carry neither tools nor earlier thoughts; with the embedded model's they are 1,300 conversations
+    rows = [row for row in conversations(name, 60 if name != "qwen2.5" else 80, seed=4) if "tools" not in row]
     for row in rows:
+        for message in row["messages"]:
+            message.pop("reasoning_content", None)
         check_against_serving(family_tokenizer(name), row)
 
 

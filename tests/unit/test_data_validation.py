@@ -70,6 +70,23 @@ def test_bad_lines_are_named_and_the_rest_is_read(tmp_path: Path, raw: bytes, co
     assert rows[2][1] == GOOD
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"Once upon a time\n\nthere was a row.\n", 'plain text goes in as {"text": "..."} rows'),
+        (b"instruction,output\na,b\n", "plain text goes in as"),
+        (json.dumps([GOOD, GOOD], indent=2).encode(), "one row a line, without a list around them"),
+        (b"[" + json.dumps(GOOD).encode() + b",\n" + json.dumps(GOOD).encode() + b"]", "without a list around them"),
+        (json.dumps(GOOD, indent=2).encode(), "one row a line"),
+    ],
+)
+def test_files_of_another_kind_are_told_what_to_do(tmp_path: Path, content: bytes, words: str) -> None:
+    _, first = next(read_rows(write(tmp_path, content)))
+    assert isinstance(first, Problem) and (first.code, first.line) == ("invalid_json", 1) and words in first.message
+    _, broken = next(read_rows(write(tmp_path, b'{"a": "b",}\n')))
+    assert isinstance(broken, Problem) and "one row" not in broken.message and "plain" not in broken.message
+
+
 def test_a_huge_line_is_skipped_in_constant_memory(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     with path.open("wb") as out:
