@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from fineinfer.data.packed import DATASET_FILE, EVAL_FILE, write_dataset
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE
 from fineinfer.messages import LoraSpec, TrainingSettings
 
@@ -121,6 +122,27 @@ def test_a_micro_batch_of_too_many_examples(engine: Harness, tmp_path: Path) -> 
     for steps, fitting in ((4, True), (3, False)):
         split = msgspec.structs.replace(settings, gradient_accumulation_steps=steps)
         assert (answer(engine, tmp_path / f"k{steps}", split) == "") == fitting
+
+
+def test_a_validation_example_that_is_too_long(engine: Harness, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, micro_batch_tokens=32)
+    state, micro_batch = needs(engine, tmp_path / "a", settings)
+    leave(engine, state + micro_batch)
+    told, host = Told(engine), engine.parts.training
+    fitting = 400
+    for advised in (True, False):
+        job = write_job(tmp_path / str(advised), settings)
+        (tmp_path / "eval").mkdir(exist_ok=True)
+        digest = write_dataset(tmp_path / "eval", [([5] * fitting, [1] * fitting)])
+        (tmp_path / "eval" / DATASET_FILE).rename(Path(job.job_dir) / EVAL_FILE)
+        host.start(msgspec.structs.replace(job, eval_sha256=digest))
+        if advised:
+            message = told.end().error_message
+            found = re.search(r"validation examples of at most (\d+) tokens would fit", message)
+            assert found is not None, message
+            fitting = int(found[1])
+    assert host.trainer is not None and 90 < fitting < 400
+    host.cancel("job")
 
 
 def test_a_job_that_may_not_recompute_must_fit_with_all_kept(engine: Harness, tmp_path: Path) -> None:
