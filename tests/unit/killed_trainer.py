@@ -175,7 +175,7 @@ def train(decoder: Decoder, job: StartJob, result: Path, at: Callable[[str], Non
     states = {trainer.step: fingerprint(trainer)}
     while not trainer.finished:
         at(trainer.advance().kind)
-        if trainer.step not in states:
+        if trainer.at_update_boundary:  # an evaluation adds to the trace of the same step
             states[trainer.step] = fingerprint(trainer)
     (result / "ended").write_bytes(json.dumps(states).encode())
 
