@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_at_any_write_pauses_the_job(
         assert has_nothing(engine)
         ended = told.end()
         assert (ended.status, ended.error_code) == ("paused", "disk_full")
-        assert os.strerror(number) in ended.error_message or "No space left" in ended.error_message
+        assert os.strerror(number) in ended.error_message
         assert str(tmp_path) not in ended.error_message
         saved = read_newest(Path(job.job_dir), shape, 4)
         assert saved is not None and saved.step in (5, 6)
