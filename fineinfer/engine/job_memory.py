@@ -36,19 +36,22 @@ def _advice(trainer: ParkableTrainer, left: int) -> str:
         trainer: The job.
         left: Bytes for a micro-batch.
     """
-    tokens, longest = trainer.max_micro_batch_tokens, trainer.schedule.longest()
+    tokens, longest, settings = trainer.max_micro_batch_tokens, trainer.schedule.longest(), trainer.settings
     if not trainer.can_drop and trainer.bytes_if_recomputed(tokens) <= left:
         return 'recompute "auto" would fit'
     fitting = bisect.bisect_right(range(1, tokens + 1), left, key=trainer.floor_bytes)
-    if fitting == 0:
+    trains = trainer.schedule.max_micro_batch_tokens <= fitting  # it is an evaluation that does not fit
+    if trains and settings.micro_batch_tokens <= fitting:  # shorter examples are packed up to that
+        return f"validation examples of at most {fitting} tokens would fit"
+    if trains or fitting == 0:
         return "lower lora.r, name fewer lora.target_modules, or raise --memory-budget"
     if fitting < longest[0]:
         return (
             f"a max_seq_length of {fitting} would fit (the longest example has {longest[0]} tokens; "
             "excess_length_strategy says what becomes of it), or lower lora.r, or raise --memory-budget"
         )
-    batch_size = trainer.batch_size
-    splits = (k for k in range(1, batch_size + 1) if sum(longest[: -(-batch_size // k)]) <= fitting)
+    size = settings.batch_size
+    splits = (k for k in range(1, size + 1) if sum(longest[: -(-size // k)]) <= fitting)
     return f"{next(splits)} gradient_accumulation_steps would fit"
 
 

@@ -174,11 +174,11 @@ def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
 
 
 def _failure(what: str, error: Exception) -> CheckpointError:
-    code, message = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)  # without the path
+    code = error.errno if isinstance(error, OSError) else None
     if told := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors has the number in its message only
         code = int(told[1])
     kind = DiskFullError if code in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
-    return kind(f"{what}: {message or error}")
+    return kind(f"{what}: {os.strerror(code) if code else error}")  # without the path
 
 
 def _publish(root: Path, target: Path, fill: Callable[[Path], None]) -> None:

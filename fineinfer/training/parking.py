@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fineinfer.adapters.weights import LoraWeights
+from fineinfer.messages import TrainingSettings
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.checkpoint import Moments
 from fineinfer.training.errors import TrainingError
@@ -98,9 +99,9 @@ class ParkableTrainer(Trainer):
         }
 
     @property
-    def batch_size(self) -> int:
-        """Examples of one update."""
-        return self._job.settings.batch_size
+    def settings(self) -> TrainingSettings:
+        """Hyperparameters of the job."""
+        return self._job.settings
 
     # ------------------------------------------------------------ the micro-batch
 

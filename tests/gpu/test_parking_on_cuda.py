@@ -12,6 +12,7 @@ import torch
 from fineinfer.data.packed import write_dataset
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.loader import load_model
+from fineinfer.training.checkpoint import read_newest
 from fineinfer.training.parking import ParkableTrainer
 
 pytestmark = pytest.mark.gpu
@@ -85,3 +86,20 @@ def test_a_job_parked_in_host_memory_is_written_from_there(tmp_path: Path) -> No
     again = ParkableTrainer(trainer._context.decoder, trainer._job, lambda _t, _layer: True)
     assert again.step == 1
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(durable(again), before, strict=True))
+
+
+def test_a_paused_job_leaves_the_device_at_once_and_is_written_from_host_memory(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    while trainer.step < 3:
+        trainer.advance()
+    trainer.advance()
+    before, held = durable(trainer), sum(tensor.numel() * tensor.element_size() for tensor in trainer._tensors())
+    free = free_bytes()
+    written = trainer.leave()
+    assert free_bytes() - free > 0.9 * held
+    assert written.result() is None
+    saved = read_newest(tmp_path / "job", trainer._context.decoder.spec, 64)
+    assert saved is not None and saved.step == 3
+    after = [saved.weights.flat, saved.moments["exp_avg"], saved.moments["exp_avg_sq"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    trainer.close()

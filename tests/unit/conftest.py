@@ -63,6 +63,17 @@ def tiny_tokenizer() -> Any:
     return make_tokenizer()
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take seconds for the tiny products of a tiny model on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass
 class FakeEngine:
     """Engine and supervisor in one thread, speaking the real messages.

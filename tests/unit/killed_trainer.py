@@ -25,7 +25,7 @@ import torch
 
 from fineinfer.adapters import peft_io
 from fineinfer.adapters.peft_io import content_hash
-from fineinfer.data.packed import write_dataset
+from fineinfer.data.packed import DATASET_FILE, EVAL_FILE, write_dataset
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.decoder import Decoder
 from fineinfer.model.loader import load_model
@@ -41,24 +41,29 @@ WHOLE = 0  # exit code of a job that was not killed
 
 
 def write_job(folder: Path, save_steps: int) -> StartJob:
-    """Three updates with a checkpoint after each, the third of which removes one; or eight, with one after each two."""
+    """Three updates with a checkpoint after each, the third of which removes one.
+
+    Or eight, with one after each two and after each evaluation that is the best so far.
+    """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(3)
     num_rows, batch_size, n_epochs = (3, 1, 1) if save_steps == 1 else (4, 2, 4)
     rows = [(rng.integers(0, CONFIG["vocab_size"], n).tolist(), [1] * int(n)) for n in rng.integers(3, 12, num_rows)]
+    evaluated = save_steps > 1
     lora = LoraSpec(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=("q_proj", "down_proj"))
     settings = TrainingSettings(
-        lora=lora,
-        n_epochs=n_epochs,
-        batch_size=batch_size,
-        learning_rate=1e-2,
-        save_steps=save_steps,
-        micro_batch_tokens=16,
-    )
+        lora=lora, n_epochs=n_epochs, batch_size=batch_size, learning_rate=1e-2, save_steps=save_steps,
+        micro_batch_tokens=16, eval_steps=3, load_best_model_at_end=evaluated,
+    )  # fmt: skip
+    if evaluated:
+        (folder / "eval").mkdir()
+        eval_sha256 = write_dataset(folder / "eval", rows[:2])
+        os.rename(folder / "eval" / DATASET_FILE, folder / EVAL_FILE)
     (folder / checkpoint.TEMPLATE_NAME).write_text("{{ messages }}")
     return StartJob(
         job_id="job", name="lora", base_model="base", settings=settings, job_dir=str(folder),
         adapters_dir=str(folder.parent / "adapters"), dataset_sha256=write_dataset(folder, rows),
+        eval_sha256=eval_sha256 if evaluated else None,
     )  # fmt: skip
 
 
@@ -170,7 +175,7 @@ def train(decoder: Decoder, job: StartJob, result: Path, at: Callable[[str], Non
     states = {trainer.step: fingerprint(trainer)}
     while not trainer.finished:
         at(trainer.advance().kind)
-        if trainer.step not in states:
+        if trainer.at_update_boundary:  # an evaluation adds to the trace of the same step
             states[trainer.step] = fingerprint(trainer)
     (result / "ended").write_bytes(json.dumps(states).encode())
 
@@ -263,11 +268,13 @@ def kills_at_writes(decoder: Decoder, folder: Path, most: int) -> Iterator[dict[
         if ended:
             return
         whole, torn = whole_steps(runs.job)
+        versions = len(list(Path(runs.job.adapters_dir).glob("[!.]*")))
         runs.wait(runs.live())
         whole_at_end, torn_at_end = whole_steps(runs.job)
         yield {
             "kill": n, "power": power, "at": names[-1], "whole": whole, "torn": torn, "begun": runs.begun,
             "states": runs.states(), "whole_at_end": whole_at_end, "torn_at_end": torn_at_end,
+            "announced": names.count("publish"), "versions": versions,
         }  # fmt: skip
         shutil.rmtree(folder / f"w{n}{power}")
 

@@ -8,26 +8,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
+from fineinfer.data.packed import DATASET_FILE, EVAL_FILE, write_dataset
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE
 from fineinfer.messages import LoraSpec, TrainingSettings
 
 from .engine_harness import Harness
 from .training_job import SETTINGS, Told, write_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MIB = 1 << 20
 LARGE = msgspec.structs.replace(SETTINGS, lora=LoraSpec(r=256, lora_alpha=8))
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     harness = Harness(tmp_path_factory.mktemp("e"), max_loras=2, max_lora_rank=4)
     yield harness
     harness.close()
-    torch.set_num_threads(threads)
 
 
 def answer(engine: Harness, folder: Path, settings: TrainingSettings, longest: int = 100, **rows: int) -> str:
@@ -79,12 +77,12 @@ def test_the_sum_adds_up_and_is_exact(engine: Harness, tmp_path: Path) -> None:
     assert total == pytest.approx((state + micro_batch) / MIB, abs=0.06) == pytest.approx(adapter + largest, abs=0.2)
     assert sum(parts) == pytest.approx(adapter, abs=0.3) and tokens * each / 1024 == pytest.approx(largest, abs=0.1)
     room = re.search(
-        rf"leaves {number} MiB = {number} - weights {number} - workspace {number} - adapters {number} - smallest KV "
-        rf"pool {number}: ",
+        rf"leaves {number} MiB = {number} - weights {number}(?: - workspace {number})? - adapters {number} - "
+        rf"smallest KV pool {number}: ",
         message,
     )
     assert room is not None, message
-    left, budget, *others = (float(text.replace(",", "")) for text in room.groups())
+    left, budget, *others = (float(text.replace(",", "")) for text in room.groups() if text)
     assert left == pytest.approx(budget - sum(others), abs=0.3) == pytest.approx(total, abs=0.3)
     governor = engine.parts.ladder._governor
     assert budget == pytest.approx(governor.budget_bytes / MIB, abs=0.06)
@@ -124,6 +122,27 @@ def test_a_micro_batch_of_too_many_examples(engine: Harness, tmp_path: Path) -> 
     for steps, fitting in ((4, True), (3, False)):
         split = msgspec.structs.replace(settings, gradient_accumulation_steps=steps)
         assert (answer(engine, tmp_path / f"k{steps}", split) == "") == fitting
+
+
+def test_a_validation_example_that_is_too_long(engine: Harness, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(SETTINGS, micro_batch_tokens=32)
+    state, micro_batch = needs(engine, tmp_path / "a", settings)
+    leave(engine, state + micro_batch)
+    told, host = Told(engine), engine.parts.training
+    fitting = 400
+    for advised in (True, False):
+        job = write_job(tmp_path / str(advised), settings)
+        (tmp_path / "eval").mkdir(exist_ok=True)
+        digest = write_dataset(tmp_path / "eval", [([5] * fitting, [1] * fitting)])
+        (tmp_path / "eval" / DATASET_FILE).rename(Path(job.job_dir) / EVAL_FILE)
+        host.start(msgspec.structs.replace(job, eval_sha256=digest))
+        if advised:
+            message = told.end().error_message
+            found = re.search(r"validation examples of at most (\d+) tokens would fit", message)
+            assert found is not None, message
+            fitting = int(found[1])
+    assert host.trainer is not None and 90 < fitting < 400
+    host.cancel("job")
 
 
 def test_a_job_that_may_not_recompute_must_fit_with_all_kept(engine: Harness, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from fineinfer.adapters import peft_io
 from fineinfer.adapters.peft_io import content_hash
@@ -27,16 +26,8 @@ from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 from .engine_harness import Harness
 from .training_job import SETTINGS, Told, trained, write_job
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LONGER = msgspec.structs.replace(SETTINGS, n_epochs=2)  # 6 updates, a checkpoint after each second one
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other take seconds for these tiny products on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +112,8 @@ def test_before_the_first_update_there_is_nothing_to_write(engine: Harness, tmp_
     engine.parts.training.start(job)
     run(engine, 3)
     before = sorted(tmp_path.rglob("*"))
-    send(engine, PauseJob(job_id="job"))
+    engine.send(PauseJob(job_id="job"))
+    engine.loop.step()
     assert told.end().status == "paused" and has_nothing(engine) and sorted(tmp_path.rglob("*")) == before
 
 
@@ -246,7 +238,7 @@ def test_a_disk_that_is_full_at_any_write_pauses_the_job(
         assert has_nothing(engine)
         ended = told.end()
         assert (ended.status, ended.error_code) == ("paused", "disk_full")
-        assert os.strerror(number) in ended.error_message or "No space left" in ended.error_message
+        assert os.strerror(number) in ended.error_message
         assert str(tmp_path) not in ended.error_message
         saved = read_newest(Path(job.job_dir), shape, 4)
         assert saved is not None and saved.step in (5, 6)

@@ -27,6 +27,7 @@ from fineinfer.training.errors import TrainingError
 from fineinfer.training.trainer import Trainer
 from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24, "intermediate_size": 40,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 53,
@@ -171,8 +172,10 @@ def damage(folder: Path, how: str) -> None:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         path.write_bytes(content)
-    else:
+    elif action == "gone":
         path.unlink()
+    else:
+        path.write_text(action)
 
 
 @pytest.mark.parametrize("action", ["cut", "flip", "gone"])
@@ -194,10 +197,69 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_older(
     damage(tmp_path / "job/checkpoints/step-00000004", f"{name}:{action}")
     resumed = trainer_for(decoder, job)
     assert resumed.step == 2
+    assert "checkpoint of update 4 is damaged; the job goes on from update 2" in resumed.take_notes()[0].message
     run(resumed, 4)
     assert state_of(resumed)["log"] == uninterrupted["log"][:4]
     saved = read_newest(tmp_path / "job", decoder.spec, 2)  # written anew over the damaged one
     assert saved is not None and saved.step == 4
+
+
+@pytest.mark.parametrize("manifest", ["", "{}", "[]", "null", '{"files": {}}', '{"files": []}', '{"files": 1}'])
+def test_a_manifest_that_says_nothing(decoder: Decoder, manifest: str, tmp_path: Path) -> None:
+    job = start_job(tmp_path / "job")
+    run(trainer_for(decoder, job), 4)
+    damage(tmp_path / "job/checkpoints/step-00000004", f"manifest.json:{manifest}")
+    resumed = trainer_for(decoder, job)
+    assert resumed.step == 2
+    resumed.advance()
+    while resumed.step < 3:
+        resumed.advance()
+    resumed.save_resume_point()
+    assert steps_on_disk(job) == [2, 3], "a damaged one is not among those that are kept"
+
+
+def steps_on_disk(job: StartJob) -> list[int]:
+    return sorted(int(path.name[5:]) for path in Path(job.job_dir).glob("checkpoints/step-*"))
+
+
+def test_the_older_one_stays_until_two_newer_ones_are_whole(decoder: Decoder, tmp_path: Path) -> None:
+    job = start_job(tmp_path / "job")
+    trainer = trainer_for(decoder, job)
+    run(trainer, 4)
+    damage(tmp_path / "job/checkpoints/step-00000004", "optimizer.safetensors:flip")
+    run(trainer, 6)
+    assert steps_on_disk(job) == [2, 6]
+    run(trainer, 8)
+    assert steps_on_disk(job) == [6, 8]
+
+
+def test_a_checkpoint_that_does_not_read_back_is_not_kept(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job(tmp_path / "job")
+    trainer, publish = trainer_for(decoder, job), checkpoint_module._publish
+    run(trainer, 4)
+
+    def bad_disk(root: Path, target: Path, fill: Any) -> None:
+        publish(root, target, fill)
+        damage(target, "optimizer.safetensors:flip")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "_publish", bad_disk)
+        assert run(trainer, 6) == []
+    assert steps_on_disk(job) == [2, 4] and "SHA-256" in trainer.take_notes()[0].message
+    run(trainer, 8)
+    assert steps_on_disk(job) == [4, 8]
+
+
+def test_when_no_checkpoint_is_whole_the_job_says_that_it_begins_anew(decoder: Decoder, tmp_path: Path) -> None:
+    job = start_job(tmp_path / "job")
+    run(trainer_for(decoder, job), 4)
+    for step in (2, 4):
+        damage(tmp_path / f"job/checkpoints/step-{step:08d}", "trainer_state.json:cut")
+    resumed = trainer_for(decoder, job)
+    (note,) = resumed.take_notes()
+    assert resumed.step == 0 and note.level == "warn" and "goes on from update 0" in note.message
 
 
 def test_a_save_that_fails_at_any_call_leaves_the_last_good_checkpoint(
@@ -361,13 +423,13 @@ def test_a_checkpoint_that_fails_beside_training_costs_itself_only(
     beside.set()
     trainer = trainer_for(decoder, start_job(tmp_path / "job"))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "disk broken")))
+        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken")))
         while not any(note.level == "error" for note in trainer.take_notes()):
             trainer.advance()
             assert trainer.step < trainer.total_steps
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "disk broken")))
-        with pytest.raises(TrainingError, match="disk broken"):
+        patch.setattr(checkpoint_module, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken")))
+        with pytest.raises(TrainingError, match="Input/output error"):
             while not trainer.finished:
                 trainer.advance()
 

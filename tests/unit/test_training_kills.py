@@ -42,6 +42,7 @@ def test_death_at_every_durable_write(tmp_path: Path) -> None:
         check_life(death["begun"], death["whole"], quiet["states"])
         assert death["torn"] == death["torn_at_end"] == []
         assert death["states"].items() <= quiet["states"].items() and "3" in death["states"]
+        assert min(max(death["whole"], default=0), death["versions"]) >= death["announced"], "what was told stays"
         assert death["whole_at_end"][-2:] == [2, 3]
     for power in (False, True):
         at = [death["at"] for death in deaths if death["power"] == power]
