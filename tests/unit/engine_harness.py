@@ -35,7 +35,7 @@ class Harness:
     def __init__(self, folder: Path, **settings: object) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
         # a message is there when it is sent: no thread has to carry it, however busy the machine is
-        address = f"inproc://{uuid.uuid4()}"
+        self.address = address = f"inproc://{uuid.uuid4()}"
         own = {
             "model": str(folder), "base_model": "m", "dtype": "float32", "device": "cpu", "load_format": "dummy",
             "policy": "inference-first",

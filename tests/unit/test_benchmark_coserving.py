@@ -166,11 +166,11 @@ def test_the_least_share_of_any_ten_seconds(bench) -> None:
 class InProcess:
     """``serving.Engine`` over an engine in this process: it steps while somebody waits for a message."""
 
-    def __init__(self, harness: Harness, folder: Path) -> None:
+    def __init__(self, harness: Harness) -> None:
         self._harness, self._codec = harness, Codec(FromEngine)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"supervisor")
-        self._socket.connect(f"ipc://{folder}/e")
+        self._socket.connect(harness.address)
         self.info = self.greet()[0]
 
     def send(self, *messages: Any) -> None:
@@ -199,7 +199,7 @@ def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tupl
     monkeypatch.setattr(memory_ladder, "HOLD_S", 0.05)
     monkeypatch.setattr(memory_ladder, "MAX_HOLD_S", 0.1)
     harness = Harness(tmp_path, policy="slo", slo_tpot_ms=50.0, slo_ttft_ms=500.0, max_num_seqs=32)
-    engine = InProcess(harness, tmp_path)
+    engine = InProcess(harness)
     yield harness, engine
     engine.close()
     harness.close()

@@ -185,6 +185,9 @@ class StubTrainer:
     def bytes_if_all_kept(self, num_tokens: int) -> int:
         return 50_000
 
+    def next_micro_batch_bytes(self) -> tuple[int, int]:
+        return 10_000, 50_000
+
 
 @pytest.fixture
 def ladder(monkeypatch) -> tuple[MemoryLadder, MemoryGovernor, KVPool, FakeDriver]:

@@ -86,7 +86,7 @@ def test_owners_take_turns_whatever_one_of_them_has_queued(tmp_path: Path) -> No
 
 
 class FakeEngine:
-    info = None
+    info = stats = None
 
     async def notify_store_changed(self) -> None:
         pass
