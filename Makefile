@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 ARGS ?=
+WORKERS ?= 2
 
 # Keeps the current folder off sys.path: an `import kernels` of some library must not find our kernels/.
 export PYTHONSAFEPATH := 1
@@ -34,8 +35,10 @@ lint: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Unit tests share the cores; tests that start servers have the machine for themselves. 5: ARGS chose none of them.
 test: install
-	$(BIN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n $(WORKERS) --dist loadfile $(ARGS) || [ $$? = 5 ]
+	$(BIN)/pytest tests/e2e $(ARGS) || [ $$? = 5 ]
 
 # The kernel tests of tests/unit too: on a GPU they run the compiled kernels instead of the interpreter.
 test-gpu: install

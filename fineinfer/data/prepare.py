@@ -24,11 +24,10 @@ from fineinfer.data.packed import DatasetSummary, PackedWriter, write_summary
 from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
 from fineinfer.data.reader import read_rows
 from fineinfer.hashing import file_sha256
-from fineinfer.text.chat_template import ChatTemplateError
+from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplateError
 from fineinfer.text.tokenizer import load_tokenizer
 
 PROBLEMS_FILE = "problems.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 EXIT_BAD_FILE = 2
 FEW_EXAMPLES = 10
 _SEEN_BYTES = 8 << 20

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fastapi import Request
@@ -9,29 +12,45 @@ from fastapi import Request
 from fineinfer.server.errors import ApiError
 from fineinfer.server.generation import services
 from fineinfer.server.schemas import Message, template_kwargs, template_messages
-from fineinfer.text.chat_template import ChatTemplateError, has_chat_template, render_chat
+from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplateError, has_chat_template, render_chat
 from fineinfer.text.tokenizer import encode_text
 
 
 async def render_messages(
-    request: Request, messages: list[Message], add_generation_prompt: bool, kwargs: dict[str, Any] | None
+    request: Request,
+    messages: list[Message],
+    add_generation_prompt: bool,
+    kwargs: dict[str, Any] | None,
+    adapter: str | None = None,
 ) -> list[int]:
-    """Token ids of a conversation.
+    """Token ids of a conversation, in the template that the adapter was trained in, else the model's.
 
     Raises:
         ApiError: 400 when the messages, or the model's lack of a template, do not allow it.
     """
     pool = services(request).tokenizers
     rendered = template_messages(messages)
-    if not has_chat_template(pool.tokenizer):
+    store = request.app.state.store
+    version = None if adapter is None or store is None else store.adapters.resolve(adapter)
+    source = None if version is None else await asyncio.to_thread(_template_of, version.directory)
+    if source is None and not has_chat_template(pool.tokenizer):
         name = request.app.state.settings.served_model_name
         message = f"The model '{name}' has no chat template; use /v1/completions."
         raise ApiError(400, message, param="messages", code="chat_template_missing")
     variables = template_kwargs(kwargs, pool.tokenizer)
     try:
-        return await pool.run(render_chat, rendered, add_generation_prompt, variables)
+        return await pool.run(render_chat, rendered, add_generation_prompt, variables, source)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
+
+
+@lru_cache(maxsize=256)
+def _template_of(directory: str) -> str | None:
+    """The chat template in an adapter's folder, whose content never changes; None if it has none."""
+    try:
+        return (Path(directory) / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8") or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 async def encode_prompts(

@@ -13,6 +13,8 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as transformers names it, in a model's folder and in an adapter's
+
 
 class ChatTemplateError(ValueError):
     """The messages cannot be rendered; the message is for the user."""
@@ -28,6 +30,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
+    source: str | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
 
@@ -36,11 +39,12 @@ def render_chat(
         messages: ``{"role", "content", ...}`` with string contents.
         add_generation_prompt: End with the header of an assistant turn.
         template_kwargs: Extra variables of the template, for example ``enable_thinking`` or ``tools``.
+        source: Another template than the tokenizer's: the one that an adapter was trained in.
 
     Raises:
         ChatTemplateError: No template, or the template refuses these messages.
     """
-    conversation = Conversation(ChatTemplate(tokenizer), messages, template_kwargs or {})
+    conversation = Conversation(ChatTemplate(tokenizer, source), messages, template_kwargs or {})
     return conversation.encode(conversation.text(add_generation_prompt=add_generation_prompt))[0]
 
 
@@ -49,15 +53,17 @@ class ChatTemplate:
 
     Args:
         tokenizer: A fast transformers tokenizer; used by one thread at a time.
+        source: Jinja text of another template than the tokenizer's own.
 
     Attributes:
         tokenizer: The same.
+        foreign: ``source`` as given.
         source: The template's Jinja text; empty if the model has none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        given = tokenizer.chat_template or ""
+    def __init__(self, tokenizer: Any, source: str | None = None) -> None:
+        self.tokenizer, self.foreign = tokenizer, source
+        given = source or tokenizer.chat_template or ""
         self.source: str = given if isinstance(given, str) else given.get("default", "")
         self._backend = tokenizer._tokenizer
         # settings that tokenizer.json or an earlier caller may have left
@@ -173,7 +179,11 @@ class Conversation:
             raise ChatTemplateError("At least one message is needed.")
         try:
             text: str = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._variables
+                messages,
+                chat_template=self._template.foreign,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
             )
         except Exception as error:  # a template raises whatever it likes: Jinja errors, TypeError on missing keys, …
             raise ChatTemplateError(f"The chat template refused these messages: {str(error)[:500]}") from error

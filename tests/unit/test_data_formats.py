@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from fineinfer.data.formats import FORMATS, Chat, Example, Text, Tokens, detect_format, parse_row
 from fineinfer.data.packed import DatasetSummary
-from fineinfer.data.prepare import CHAT_TEMPLATE_FILE, DataSettings, Judge, PrepareSettings, prepare
+from fineinfer.data.prepare import DataSettings, Judge, PrepareSettings, prepare
 from fineinfer.data.problems import Problem, RowError
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
+from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE
 from tests.unit.chat_families import family_tokenizer
 
 OWN_FILES = Path(__file__).parents[1] / "data" / "formats"

@@ -175,3 +175,23 @@ def test_model_without_chat_template(serve: Callable[..., Any], tiny_tokenizer: 
     server.script("fine")
     body = {"model": "base", "prompt": "works"}
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "fine"
+
+
+def test_an_adapter_is_asked_in_the_template_it_was_trained_in(serve: Callable[..., Any], tmp_path: Any) -> None:
+    server = serve()
+    other = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    for name, template in (("own", other), ("bare", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        server.app.state.store.adapters.publish(name, 1, name * 8, str(folder), None)
+    expected = {"own": server.tokenizer.encode("[user] hi\n", add_special_tokens=False)}
+    expected["base"] = expected["bare"] = server.tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    for name, ids in expected.items():
+        assert _post(server, model=name).status_code == 200
+        assert server.engine.added[-1].prompt_token_ids == ids, name
+        asked = server.http.post("/tokenize", json={"model": name, "messages": MESSAGES}).json()
+        assert asked["tokens"] == ids, name
