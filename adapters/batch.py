@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from fineinfer.adapters.config import BLOCK_MODULES
-from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks, BlockStack
+from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.adapters.stacks import AdapterStacks, BlockStack
 from fineinfer.kernels.linear import linear
 from fineinfer.kernels.reference import lora_grouped
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+import re
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
 
 # Block of the fused decoder -> PEFT module names, in the row order of the fused weight.
 BLOCK_MODULES: dict[str, tuple[str, ...]] = {
@@ -14,6 +16,10 @@ BLOCK_MODULES: dict[str, tuple[str, ...]] = {
 }
 MODULES: tuple[str, ...] = tuple(name for names in BLOCK_MODULES.values() for name in names)
 MODULE_BLOCK: dict[str, str] = {name: block for block, names in BLOCK_MODULES.items() for name in names}
+
+
+ValueT = TypeVar("ValueT")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 class AdapterError(ValueError):
@@ -61,6 +67,26 @@ def module_path(layer: int, module: str) -> str:
     """Full name of a module in the transformers model, for example ``model.layers.3.self_attn.q_proj``."""
     parent = "self_attn" if MODULE_BLOCK[module] in ("qkv", "o") else "mlp"
     return f"model.layers.{layer}.{parent}.{module}"
+
+
+def pattern_value(pattern: Mapping[str, ValueT], path: str, default: ValueT) -> ValueT:
+    """What ``rank_pattern`` or ``alpha_pattern`` says of a module: of the first key that is its path or the path's end.
+
+    As PEFT's ``get_pattern_key``: keys are regular expressions for what stands behind a dot, or for the whole path.
+    """
+    for name, value in pattern.items():
+        if re.match(rf"(.*\.)?({name})$", path):
+            return value
+    return default
+
+
+def check_pattern(field: str, pattern: Mapping[str, float], paths: list[str]) -> None:
+    """Raise AdapterError unless every key is a plain name that one of the adapted modules' paths ends in."""
+    for name in pattern:
+        if not _PLAIN_NAME.fullmatch(name):
+            raise AdapterError(f"{field}: {name!r} is not a module name or the end of a module's path")
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            raise AdapterError(f"{field}: {name!r} matches no module that the adapter trains")
 
 
 def check_target_modules(target_modules: tuple[str, ...]) -> None:

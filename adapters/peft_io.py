@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -20,14 +19,15 @@ from fineinfer.adapters.config import (
     lora_scaling,
     module_features,
     module_path,
+    pattern_value,
 )
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
+from fineinfer.hashing import ADAPTER_FILES, adapter_hash
 from fineinfer.messages import LoraSpec
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = ADAPTER_FILES
 PEFT_VERSION = "0.21.2"  # the release whose file format is written
 MAX_CONFIG_BYTES = 1 << 20
-HASH_CHUNK_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,15 @@ _ONLY_OFF = (
     "monteclora_config", "velora_config",
 )  # fmt: skip
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_KEY = re.compile(r"base_model\.model\.model\.layers\.(\d{1,5})\.(?:self_attn|mlp)\.([a-z_]+)\.lora_([AB])\.weight")
+# PEFT's own keys, and what other tools write: without its prefix, and with the adapter's name in the key.
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?:model\.)?layers\.(\d{1,5})\.(self_attn|mlp)\.([a-z_]+)\.lora_([AB])(?:\.\w{1,64})?\.weight"
+)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Patterns are regular expressions in PEFT. Those of unknown authors are matched only if they cannot take long: few
+# repetitions, none of a group.
+_PATTERN = re.compile(r"(?:[\w.^$|-]|\\[.dw]|\((?:\?:)?|\)(?![*+?{])|\[[\w-]{1,40}\]|[*+?](?![*+?{]))*")
+MAX_PATTERN_CHARACTERS, MAX_REPETITIONS = 200, 3
 
 
 def save_adapter(weights: LoraWeights, spec: LoraSpec, base_model: str, directory: Path) -> None:
@@ -94,36 +102,38 @@ def save_adapter(weights: LoraWeights, spec: LoraSpec, base_model: str, director
         base_model: Recorded as ``base_model_name_or_path``.
         directory: Existing folder.
     """
-    alpha = int(spec.lora_alpha) if float(spec.lora_alpha).is_integer() else spec.lora_alpha
     config = _CONFIG_DEFAULTS | {
+        "alpha_pattern": {name: _short(alpha) for name, alpha in spec.alpha_pattern.items()},
         "base_model_name_or_path": base_model,
-        "lora_alpha": alpha,
+        "lora_alpha": _short(spec.lora_alpha),
+        "lora_dropout": spec.lora_dropout,
         "r": spec.r,
+        "rank_pattern": spec.rank_pattern,
         "target_modules": sorted(spec.target_modules),
         "use_rslora": spec.use_rslora,
     }
-    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True))
+    # _CONFIG_DEFAULTS is sorted as PEFT's files are; patterns are not, since of two that match the first one counts
+    (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2))
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in weights.named_tensors()}
     save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
+def _short(alpha: float) -> float:
+    """Whole numbers without a decimal point, as PEFT's users write them."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
 def content_hash(directory: Path) -> str:
-    """SHA-256 (hex) over the two files of an adapter folder; the adapter's version.
+    """``fineinfer.hashing.adapter_hash``: the adapter's version.
 
     Raises:
         AdapterError: A file is missing or unreadable.
     """
-    digest = hashlib.sha256()
-    for name in (CONFIG_NAME, WEIGHTS_NAME):
-        path = directory / name
-        try:
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-            with path.open("rb") as file:
-                while chunk := file.read(HASH_CHUNK_BYTES):
-                    digest.update(chunk)
-        except OSError as error:
-            raise AdapterError(f"{name} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    try:
+        return adapter_hash(directory)
+    except OSError as error:
+        name = Path(error.filename or directory).name
+        raise AdapterError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def load_adapter(directory: Path, shape: ModelShape, max_rank: int) -> LoraWeights:
@@ -143,6 +153,37 @@ def load_adapter(directory: Path, shape: ModelShape, max_rank: int) -> LoraWeigh
         AdapterError: Anything that cannot be served, naming the key or tensor.
     """
     config = _read_config(directory)
+    path = _weights_file(directory)
+    try:
+        with safe_open(path, framework="pt") as file:
+            layout, dtype, keys = _check_tensors(file, config, shape, max_rank)
+            weights = LoraWeights.zeros(layout, dtype)
+            for module in layout.modules():
+                weights.a(module).copy_(file.get_tensor(keys[module.layer, module.name, "A"]))
+                weights.b(module).copy_(file.get_tensor(keys[module.layer, module.name, "B"]))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{WEIGHTS_NAME} is damaged: {error}") from error
+    if not weights.is_finite():
+        bad = next(key for key, view in weights.named_tensors() if not torch.isfinite(view).all())
+        raise AdapterError(f"tensor {bad} has values that are not finite")
+    return weights
+
+
+def check_adapter(directory: Path, shape: ModelShape, max_rank: int) -> LoraLayout:
+    """The layout of a PEFT LoRA folder, with every check of ``load_adapter`` that needs no tensor's values.
+
+    Raises:
+        AdapterError: As ``load_adapter``.
+    """
+    config = _read_config(directory)
+    try:
+        with safe_open(_weights_file(directory), framework="pt") as file:
+            return _check_tensors(file, config, shape, max_rank)[0]
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{WEIGHTS_NAME} is damaged: {error}") from error
+
+
+def _weights_file(directory: Path) -> Path:
     path = directory / WEIGHTS_NAME
     if not path.is_file():
         pickled = (directory / "adapter_model.bin").is_file()
@@ -151,18 +192,7 @@ def load_adapter(directory: Path, shape: ModelShape, max_rank: int) -> LoraWeigh
             if pickled
             else f"{WEIGHTS_NAME} is missing"
         )
-    try:
-        with safe_open(path, framework="pt") as file:
-            layout, dtype = _check_tensors(file, config, shape, max_rank)
-            weights = LoraWeights.zeros(layout, dtype)
-            for key, view in weights.named_tensors():
-                view.copy_(file.get_tensor(key))
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{WEIGHTS_NAME} is damaged: {error}") from error
-    if not weights.is_finite():
-        bad = next(key for key, view in weights.named_tensors() if not torch.isfinite(view).all())
-        raise AdapterError(f"tensor {bad} has values that are not finite")
-    return weights
+    return path
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -207,9 +237,7 @@ def _check_config(config: dict[str, Any]) -> None:
         if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
             raise AdapterError(f"{key} must map module names to numbers")
         for name in pattern:
-            # PEFT reads the names as regular expressions; one from an unknown author is not run here.
-            if not re.fullmatch(r"\^?[A-Za-z0-9_.]+", name):
-                raise AdapterError(f"{key}: {name!r} is a regular expression, only plain module names are supported")
+            _check_pattern(key, name)
     unknown = sorted(set(config) - set(_CONFIG_DEFAULTS))
     if unknown:
         logger.warning("%s: unknown keys are ignored: %s", CONFIG_NAME, ", ".join(unknown)[:500])
@@ -220,47 +248,64 @@ def _is_number(value: Any) -> bool:
     return is_real and abs(value) < 1e30  # also False for NaN
 
 
-def _pattern_value(pattern: dict[str, Any] | None, path: str, default: Any) -> Any:
-    for name, value in (pattern or {}).items():
-        if path == name.removeprefix("^") or (not name.startswith("^") and path.endswith(f".{name}")):
-            return value
-    return default
+def _check_pattern(key: str, pattern: str) -> None:
+    repetitions = sum(map(pattern.count, "*+?"))
+    plain = len(pattern) <= MAX_PATTERN_CHARACTERS and repetitions <= MAX_REPETITIONS and _PATTERN.fullmatch(pattern)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise AdapterError(f"{key}: {pattern[:200]!r} is not a regular expression: {error}") from error
+    if not plain:
+        raise AdapterError(
+            f"{key}: {pattern[:200]!r} is a regular expression beyond names, '.', classes, alternatives and "
+            f"{MAX_REPETITIONS} repetitions"
+        )
 
 
 def _check_tensors(
     file: Any, config: dict[str, Any], shape: ModelShape, max_rank: int
-) -> tuple[LoraLayout, torch.dtype]:
-    """The layout that the file's tensors describe, every shape checked; and the dtype to load in."""
-    features = module_features(shape)
-    shapes: dict[tuple[int, str], dict[str, tuple[int, ...]]] = {}
-    for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-        match = _KEY.fullmatch(key)
-        if match is None or match[2] not in MODULES:
-            raise AdapterError(f"tensor {key[:200]} is not a LoRA matrix of a served module ({', '.join(MODULES)})")
-        layer, name, side = int(match[1]), match[2], match[3]
-        if layer >= shape.num_layers or key != f"base_model.model.{module_path(layer, name)}.lora_{side}.weight":
-            raise AdapterError(f"tensor {key[:200]} does not exist in this model of {shape.num_layers} layers")
-        shapes.setdefault((layer, name), {})[side] = tuple(file.get_slice(key).get_shape())
-    _check_coverage(config, set(shapes), shape)
+) -> tuple[LoraLayout, torch.dtype, dict[tuple[int, str, str], str]]:
+    """The layout that the file's tensors describe, every shape checked; the dtype to load in, and the tensors' keys."""
+    features, keys = module_features(shape), _tensor_keys(file, shape)
+    found = {(layer, name) for layer, name, _ in keys}
+    _check_coverage(config, found, shape)
     ranks: dict[tuple[int, str], tuple[int, float]] = {}
-    for (layer, name), sides in sorted(shapes.items()):
+    for layer, name in sorted(found):
         path = module_path(layer, name)
-        rank = _pattern_value(config.get("rank_pattern"), path, config["r"])
-        alpha = _pattern_value(config.get("alpha_pattern"), path, config["lora_alpha"])
+        rank = pattern_value(config.get("rank_pattern") or {}, path, config["r"])
+        alpha = pattern_value(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
         if not isinstance(rank, int) or not 1 <= rank <= max_rank:
-            raise AdapterError(f"rank {rank} of {path} is not within 1 to {max_rank}, the largest rank served")
+            raise AdapterError(f"rank {rank} of {path} is not within 1 to {max_rank}, the server's --max-lora-rank")
         width_in, width_out = features[name]
         for side, expected in (("A", (rank, width_in)), ("B", (width_out, rank))):
-            if side not in sides:
+            key = keys.get((layer, name, side))
+            if key is None:
                 raise AdapterError(f"tensor base_model.model.{path}.lora_{side}.weight is missing")
-            if sides[side] != expected:
-                raise AdapterError(f"tensor {path}.lora_{side} has shape {sides[side]}, expected {expected}")
+            tensor = tuple(file.get_slice(key).get_shape())
+            if tensor != expected:
+                raise AdapterError(f"tensor {path}.lora_{side} has shape {tensor}, expected {expected}")
         ranks[layer, name] = (rank, lora_scaling(rank, float(alpha), bool(config.get("use_rslora"))))
     layout = LoraLayout(shape, ranks)
     dtype = file.get_slice(next(iter(file.keys())))[:1].dtype
-    if not dtype.is_floating_point:
-        raise AdapterError(f"tensors are {dtype}, expected a floating point type")
-    return layout, dtype
+    if dtype not in DTYPES:
+        raise AdapterError(f"tensors are {dtype}, expected float32, bfloat16 or float16")
+    return layout, dtype, keys
+
+
+def _tensor_keys(file: Any, shape: ModelShape) -> dict[tuple[int, str, str], str]:
+    """(layer, module, "A" or "B") -> the key in the file."""
+    keys: dict[tuple[int, str, str], str] = {}
+    for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+        match = _KEY.fullmatch(key)
+        if match is None or match[3] not in MODULES:
+            raise AdapterError(f"tensor {key[:200]} is not a LoRA matrix of a served module ({', '.join(MODULES)})")
+        layer, name, side = int(match[1]), match[3], match[4]
+        if layer >= shape.num_layers or f".{match[2]}.{name}" not in module_path(layer, name):
+            raise AdapterError(f"tensor {key[:200]} does not exist in this model of {shape.num_layers} layers")
+        if (layer, name, side) in keys:
+            raise AdapterError(f"tensors {keys[layer, name, side][:200]} and {key[:200]} are the same matrix")
+        keys[layer, name, side] = key
+    return keys
 
 
 def _check_coverage(config: dict[str, Any], found: set[tuple[int, str]], shape: ModelShape) -> None:

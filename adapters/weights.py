@@ -12,10 +12,12 @@ from fineinfer.adapters.config import (
     BLOCK_MODULES,
     AdapterError,
     ModelShape,
+    check_pattern,
     check_target_modules,
     lora_scaling,
     module_features,
     module_path,
+    pattern_value,
 )
 from fineinfer.messages import LoraSpec
 
@@ -86,16 +88,40 @@ class LoraLayout:
 
     @classmethod
     def uniform(cls, shape: ModelShape, spec: LoraSpec) -> LoraLayout:
-        """The layout of a job: the same rank and scaling for every target module of every layer.
+        """The layout of a job: every target module of every layer, patterns applied.
 
         Raises:
-            AdapterError: Unknown target module or a rank below 1.
+            AdapterError: Unknown target module, a rank below 1, or a pattern that matches nothing.
         """
         check_target_modules(spec.target_modules)
-        if spec.r < 1:
-            raise AdapterError(f"r must be at least 1, got {spec.r}")
-        value = (spec.r, lora_scaling(spec.r, spec.lora_alpha, spec.use_rslora))
-        return cls(shape, {(i, name): value for i in range(shape.num_layers) for name in spec.target_modules})
+        paths = {(i, n): module_path(i, n) for i in range(shape.num_layers) for n in spec.target_modules}
+        check_pattern("rank_pattern", spec.rank_pattern, list(paths.values()))
+        check_pattern("alpha_pattern", spec.alpha_pattern, list(paths.values()))
+        if min([spec.r, *spec.rank_pattern.values()]) < 1:
+            raise AdapterError(f"r and ranks of rank_pattern must be at least 1, got {spec.r}, {spec.rank_pattern}")
+        ranks = {}
+        for key, path in paths.items():
+            rank = pattern_value(spec.rank_pattern, path, spec.r)
+            alpha = pattern_value(spec.alpha_pattern, path, spec.lora_alpha)
+            ranks[key] = (rank, lora_scaling(rank, alpha, spec.use_rslora))
+        return cls(shape, ranks)
+
+    def check_same(self, other: LoraLayout) -> None:
+        """Raise AdapterError unless ``other`` has the same modules, ranks and scalings; names the first difference."""
+        mine, others = ({(m.layer, m.name): m for m in layout.modules()} for layout in (self, other))
+        for key in sorted(mine.keys() ^ others.keys()):
+            raise AdapterError(f"target_modules: it has {'no' if key in mine else 'a'} {module_path(*key)}")
+        for key, module in mine.items():
+            path, theirs = module_path(*key), others[key]
+            if module.rank != theirs.rank:
+                raise AdapterError(f"r: its rank of {path} is {theirs.rank}, the job's {module.rank}")
+            if not math.isclose(module.scaling, theirs.scaling, rel_tol=1e-6):
+                raise AdapterError(f"lora_alpha: its scaling of {path} is {theirs.scaling}, the job's {module.scaling}")
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of a module."""
+        return max(module.rank for module in self.modules())
 
     def modules(self) -> Iterator[LoraModule]:
         """Every adapted module, in the order of the flat tensor."""

@@ -39,9 +39,10 @@ from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import StepPlan
+from fineinfer.scheduler.policy import SHARE_WINDOW_S
 from fineinfer.scheduler.scheduler import MIN_PREFILL_ROWS, Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
-from fineinfer.scheduler.slo import SHARE_WINDOW_S, SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.slo import SloPolicy, SloTargets, make_policy
 from fineinfer.scheduler.waiting import AGED_EVERY, AGED_S
 
 RESULTS = Path(__file__).parent / "results" / "simulation.csv"

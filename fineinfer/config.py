@@ -6,21 +6,19 @@ import dataclasses
 import difflib
 import ipaddress
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fineinfer.memory_config import AdapterConfig, MemoryConfig
 from fineinfer.parse import file_path, metrics_prefix, names, number, numbers, one_of, size, switch, text, whole
+from fineinfer.parse import setting as _setting
 
 ENV_PREFIX = "FINEINFER_"
 
 
 class ConfigError(ValueError):
     """A value, key or combination that cannot be used; the message is one line for the user."""
-
-
-def _setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
-    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
 
 
 # ---------------------------------------------------------------- groups; every field is a flag of `fineinfer serve`
@@ -56,26 +54,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
-    """How much memory the engine may use and what for; sizes in bytes."""
-
-    memory_budget: int | None = _setting(
-        None, size, "SIZE", "All memory the engine may use, such as 4GiB; default: measured at start."
-    )
-    gpu_memory_utilization: float = _setting(
-        0.9, number(0, 1, low_open=True), "FRACTION", "Part of the GPU's memory taken when no budget is given."
-    )
-    kv_cache_memory_bytes: int | None = _setting(
-        None, size, "SIZE", "Size of the KV pool; default: what the budget leaves."
-    )
-    no_enable_prefix_caching: bool = _setting(
-        False, switch, "", "Do not keep the KV of finished requests for later ones."
-    )
-    max_loras: int = _setting(8, whole(1, 1024), "N", "Adapters in memory at once.")
-    max_lora_rank: int = _setting(64, whole(1, 512), "N", "Largest adapter rank that can be served.")
-
-
-@dataclass(frozen=True)
 class SchedulerConfig:
     """Who runs when: requests beside each other, and training between them."""
 
@@ -100,7 +78,7 @@ class SchedulerConfig:
     train_share_min: float = _setting(
         0.05, number(0, 1), "FRACTION", "slo: part of the time that a job gets whatever the load."
     )
-    train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "slo: part of the time that a job never exceeds.")
+    train_share_max: float = _setting(1.0, number(0, 1), "FRACTION", "Part of the time that jobs never exceed.")
     no_training_overlap: bool = _setting(
         False, switch, "", "slo on CUDA: train between the steps of requests, not beside them."
     )
@@ -121,6 +99,12 @@ class ServerConfig:
     api_key: tuple[str, ...] = _setting(
         (), names, "KEY", "Key that clients must send; may be repeated. Prefer FINEINFER_API_KEY."
     )
+    admin_api_key: tuple[str, ...] = _setting(
+        (),
+        names,
+        "KEY",
+        "Key that loading, unloading and rolling back adapters and the memory budget need; default: any.",
+    )
     api_server_count: int = _setting(1, whole(1, 64), "N", "Number of API worker processes.")
     state_dir: Path = _setting(
         Path("~/.fineinfer"), file_path, "DIR", "Where jobs, files and adapters are kept; default: ~/.fineinfer."
@@ -129,6 +113,9 @@ class ServerConfig:
     files_quota: int = _setting(20 << 30, size, "SIZE", "Most bytes of uploaded files kept at a time (default: 20GiB).")
     shutdown_timeout: float = _setting(
         30.0, number(0), "SECONDS", "Time that running requests get to finish after the first Ctrl-C."
+    )
+    allow_outbound: bool = _setting(
+        False, switch, "", "Let the trackers of jobs (wandb, mlflow, trackio) send; otherwise they write files."
     )
     metrics_prefix: str = _setting(
         "fineinfer:", metrics_prefix, "PREFIX", "Prefix of metric names; vllm: fits vLLM's dashboards."
@@ -143,6 +130,9 @@ class TrainConfig:
     """The adapter that is trained from the start; None means ``auto``, resolved from the data at job creation."""
 
     lora_train: Path | None = _setting(None, file_path, "FILE", "Chat JSONL to train an adapter on beside serving.")
+    validation_file: Path | None = _setting(
+        None, file_path, "FILE", "Rows to evaluate that adapter on while it trains."
+    )
     lora_train_name: str = _setting("my-lora", text, "NAME", "Name under which that adapter is served.")
     lora_r: int | None = _setting(None, whole(1, 512), "N", "Adapter rank (default 16).")
     lora_alpha: float | None = _setting(None, number(0, low_open=True), "X", "Adapter alpha (default 2 x rank).")
@@ -213,13 +203,17 @@ class Config:
 
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
+    adapters: AdapterConfig = AdapterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     server: ServerConfig = ServerConfig()
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names."""
+        """The ``method.supervised.hyperparameters`` of the ``--lora-train`` job: what was set, under REST names.
+
+        And ``validation_file``, a path.
+        """
         flat = dataclasses.asdict(self.train) | dataclasses.asdict(self.optimizer)
         for name in ("lora_train", "lora_train_name"):
             del flat[name]
@@ -325,10 +319,14 @@ def _check(config: Config) -> None:
         raise ConfigError(
             f"--train-share-min {shares.train_share_min} is above --train-share-max {shares.train_share_max}"
         )
+    slots = config.memory
+    if slots.max_cpu_loras is not None and slots.max_cpu_loras < slots.max_loras:
+        raise ConfigError(f"--max-cpu-loras {slots.max_cpu_loras} is below --max-loras {slots.max_loras}")
     if config.train.lora_train is None:
         return
-    if not config.train.lora_train.is_file():
-        raise ConfigError(f"--lora-train: no such file: {config.train.lora_train}")
+    for flag, path in (("--lora-train", config.train.lora_train), ("--validation-file", config.train.validation_file)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"{flag}: no such file: {path}")
     if config.train.lora_r is not None and config.train.lora_r > config.memory.max_lora_rank:
         raise ConfigError(
             f"--lora-r {config.train.lora_r} is above --max-lora-rank {config.memory.max_lora_rank}: "
@@ -349,7 +347,7 @@ def _parse(setting: Setting, raw: object, source: str) -> Any:
     try:
         return setting.parse(raw)
     except (ValueError, OverflowError) as error:
-        shown = "***" if setting.name == "api_key" else repr(raw)
+        shown = "***" if setting.name.endswith("api_key") else repr(raw)
         raise ConfigError(f"{source}: {error}, got {shown}") from None
 
 

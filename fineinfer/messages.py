@@ -126,7 +126,7 @@ class StartJob(_Message, kw_only=True, frozen=True):
     eval_sha256: str | None = None
     init_from: str | None = None  # PEFT folder whose weights a new job begins with
     serve: str = "checkpoint"  # off | checkpoint | live: what is served under ``name`` while the job runs
-    max_share: float = 1.0  # of the engine's time, at most, while requests run
+    max_share: float = 1.0  # of the engine's time, at most, as --train-share-max for all jobs
 
 
 class PauseJob(_Message, kw_only=True, frozen=True):
@@ -149,12 +149,20 @@ class SetAdapter(_Message, kw_only=True, frozen=True):
     step: int
     directory: str  # PEFT folder, content addressed
     current: bool = True  # False: only register ``name@step``
+    pinned: bool = False  # the name's current version keeps its slot
 
 
 class RemoveAdapter(_Message, kw_only=True, frozen=True):
     """Forget every version of ``name``; requests in flight finish on the version they hold."""
 
     name: str
+
+
+class CheckAdapter(_Message, kw_only=True, frozen=True):
+    """Read an adapter folder and judge it, without serving it; answered by ``AdapterChecked`` to whoever asked."""
+
+    version: str  # SHA-256 of its content
+    directory: str
 
 
 class ResizeKV(_Message, kw_only=True, frozen=True):
@@ -223,6 +231,7 @@ class EngineInfo(_Message, kw_only=True, frozen=True):
     dtype: str
     device: str
     memory_plan: dict[str, int]  # bytes by owner: weights, workspace, adapters, kv_max, kv_now, budget
+    max_loras: int = 1  # adapter slots
 
 
 class Pong(_Message, kw_only=True, frozen=True):
@@ -268,6 +277,12 @@ class EngineStats(_Message, kw_only=True, frozen=True):
     kv_resizes_total: int = 0
     ladder_steps_total: dict[str, int] = {}  # by rung: hold, drop_kept, offload, split, abort, park, unpark
     adapters: list[str] = []  # names with a current version
+    adapter_versions: dict[str, str] = {}  # name -> the version that new requests get
+    adapter_tiers: dict[str, str] = {}  # version -> loaded (in a slot) or cpu (host memory); the others are on disk
+    adapter_slots: int = 0
+    adapter_slots_used: int = 0
+    adapter_loads_total: int = 0
+    adapter_evictions_total: int = 0
     slice_times_ms: dict[str, float] = {}  # moving averages by slice kind
 
 
@@ -364,6 +379,13 @@ class AdapterRejected(_Message, kw_only=True, frozen=True):
     message: str
 
 
+class AdapterChecked(_Message, kw_only=True, frozen=True):
+    """Answer to ``CheckAdapter``: ``error`` says why the adapter cannot be served, None that it can."""
+
+    version: str
+    error: str | None = None
+
+
 class Drained(_Message, kw_only=True, frozen=True):
     """Everything ended and is on disk; the engine exits 0 after this."""
 
@@ -394,11 +416,11 @@ class ShuttingDown(_Message, kw_only=True, frozen=True):
 
 ToEngine = (
     AddRequest | AbortRequest | FinishRequest | Hello | Ping | StartJob | PauseJob | CancelJob | SetAdapter
-    | RemoveAdapter | ResizeKV | SetBudget | Drain
+    | RemoveAdapter | CheckAdapter | ResizeKV | SetBudget | Drain
 )  # fmt: skip
 FromEngine = (
     Outputs | EngineInfo | Pong | EngineStats | JobStarted | JobProgress | JobEval | JobUsage | JobCheckpoint | JobEnded
-    | JobNote | AdapterRejected | Drained
+    | JobNote | AdapterRejected | AdapterChecked | Drained
 )  # fmt: skip
 ToApi = EngineUp | EngineDown | ShuttingDown
 FromApi = Hello | StoreChanged

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 _SIZE_UNITS = {"": 1, "b": 1} | {
     unit: base**power
     for power, letter in enumerate("kmgt", start=1)
     for unit, base in ((f"{letter}ib", 1024), (f"{letter}b", 1000), (letter, 1024))
 }
+
+
+def setting(default: Any, parse: Callable[[object], Any], metavar: str, help: str) -> Any:
+    """A dataclass field that is a setting: how it is parsed and described."""
+    return field(default=default, metadata={"parse": parse, "metavar": metavar, "help": help})
 
 
 def size(raw: object) -> int:
@@ -44,6 +52,25 @@ def names(raw: object) -> tuple[str, ...]:
     if not names:
         raise ValueError("expected at least one entry")
     return names
+
+
+def lora_modules(raw: object) -> tuple[tuple[str, Path], ...]:
+    """vLLM's ``name=path`` entries, or JSON objects with ``name`` and ``path`` -> (name, absolute path) pairs."""
+    if isinstance(raw, str):
+        raw = json.loads(raw) if raw.lstrip().startswith(("[", "{")) else raw.split(",")
+    pairs = []
+    for item in raw if isinstance(raw, (list, tuple)) else [raw]:
+        entry = json.loads(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+        if isinstance(entry, dict):
+            name, path = str(entry.get("name", "")), str(entry.get("path", ""))
+        else:
+            name, _, path = str(entry).strip().partition("=")
+        if not name or not path:
+            raise ValueError('expected NAME=PATH or {"name": NAME, "path": PATH}')
+        pairs.append((name, file_path(path)))
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("expected each name once")
+    return tuple(pairs)
 
 
 def numbers(raw: object) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fineinfer
-from fineinfer.cli import chat, collect_env, data, demo, files, fine_tuning, memory, serve
+from fineinfer.cli import chat, collect_env, data, demo, files, fine_tuning, memory, models, serve
 from fineinfer.cli.client import CliError
 from fineinfer.config import ConfigError
 
@@ -22,6 +22,7 @@ app.add_typer(fine_tuning.app, name="ft")
 app.add_typer(fine_tuning.app, name="fine-tuning", hidden=True)
 app.add_typer(files.app, name="files")
 app.add_typer(data.app, name="data")
+app.add_typer(models.app, name="models")
 app.command("memory")(memory.memory)
 app.command("demo")(demo.demo)
 app.command("collect-env")(collect_env.collect_env)

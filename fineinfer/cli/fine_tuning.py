@@ -37,7 +37,7 @@ app.command()(download)
 
 
 @app.command()
-@with_settings("train", "optimizer", leave_out=("lora_train", "lora_train_name"))
+@with_settings("train", "optimizer", leave_out=("lora_train", "lora_train_name", "validation_file"))
 def create(
     training_file: Annotated[
         str, typer.Argument(metavar="FILE", help="Id of an uploaded file, or a local path, which is uploaded first.")

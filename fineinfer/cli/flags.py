@@ -13,6 +13,7 @@ from fineinfer.config import SETTINGS, Setting
 _PANELS = {
     "model": "Model",
     "memory": "Memory",
+    "adapters": "Adapters",
     "scheduler": "Scheduling",
     "server": "Server",
     "train": "Training",

@@ -13,7 +13,7 @@ from fineinfer.cli.flags import with_settings
 from fineinfer.config import ConfigError, load_config
 
 
-@with_settings("model", "memory", "scheduler", "server", "train", "optimizer", leave_out=("model",))
+@with_settings("model", "memory", "adapters", "scheduler", "server", "train", "optimizer", leave_out=("model",))
 def serve(
     model: Annotated[
         str | None,

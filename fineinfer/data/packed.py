@@ -1,7 +1,8 @@
 """The tokenised data set on disk: one safetensors file that the engine maps, and its summary as JSON.
 
 ``dataset.safetensors`` holds ``offsets`` int64 [E+1], ``input_ids`` int32 [N] and ``loss_mask`` uint8 [N]: example e
-is tokens ``offsets[e]:offsets[e+1]``; mask 1 at t means that token t itself is a target.
+is tokens ``offsets[e]:offsets[e+1]``; mask 1 at t means that token t itself is a target. ``eval.safetensors`` holds
+the evaluation set likewise, if the job has one.
 """
 
 from __future__ import annotations
@@ -21,14 +22,36 @@ from safetensors.numpy import save_file
 from fineinfer.hashing import file_sha256
 
 DATASET_FILE = "dataset.safetensors"
+EVAL_FILE = "eval.safetensors"
 SUMMARY_FILE = "dataset.json"
+
+
+class EvalSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What dataset.json says of the evaluation set.
+
+    Attributes:
+        source_sha256: Of the file that the rows come from: the validation file, or the training file that was split.
+        examples: Rows that are evaluated; with ``skipped`` they are all rows of a validation file.
+        overlap: Rows of a validation file that the training file has too; at least so many.
+    """
+
+    sha256: str
+    source_sha256: str
+    examples: int
+    tokens: int
+    trainable_tokens: int
+    longest: int
+    skipped: int = 0
+    problems: dict[str, int] = {}
+    truncated: int = 0
+    overlap: int = 0
 
 
 class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What dataset.json says.
 
     Attributes:
-        examples: Rows that are trained; with ``skipped`` they are all rows of the file.
+        examples: Rows that are trained; with ``skipped``, and those split off for ``eval``, all rows of it.
         tokens: All tokens of the examples; ``trainable_tokens`` those that carry loss.
         format: Format of the rows, see fineinfer.data.formats.
         skipped: Rows left out, as the job asked for; ``problems`` counts why, by code.
@@ -48,17 +71,19 @@ class DatasetSummary(msgspec.Struct, frozen=True, kw_only=True):
     problems: dict[str, int] = {}
     truncated: int = 0
     warnings: list[str] = []
+    eval: EvalSummary | None = None
 
 
 class PackedWriter:
     """Writes examples one by one, spooled to disk until the end. Use as a context manager.
 
     Args:
-        directory: Where ``dataset.safetensors`` appears, whole and synced, when ``finish`` returns.
+        directory: Where the file appears, whole and synced, when ``finish`` returns.
+        name: The file's name.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, name: str = DATASET_FILE) -> None:
+        self._directory, self._name = directory, name
         self._ids: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._mask: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._offsets = array("q", [0])
@@ -94,7 +119,7 @@ class PackedWriter:
 
     def finish(self) -> str:
         """Assemble the file and return its SHA-256 (hex)."""
-        target = self._directory / DATASET_FILE
+        target = self._directory / self._name
         part = target.with_suffix(".part")
         tensors = {
             "offsets": np.array(self._offsets, np.int64),

@@ -1,12 +1,15 @@
-"""The data child: ``python -m fineinfer.data.prepare JOB.json`` validates, templates, tokenises and packs one file.
+"""The data child: ``python -m fineinfer.data.prepare JOB.json`` validates, tokenises and packs the files of a job.
 
 A process of its own, so that a hostile file can neither stall nor crash the server. It ends when its stdin closes,
-that is, with its parent. Exit status 0: dataset.safetensors and dataset.json are complete; 2: problems.json says what
-is wrong with the file; anything else: it broke, and stderr says why.
+that is, with its parent. Exit status 0: dataset.safetensors (with eval.safetensors, if asked for) and dataset.json are
+complete; 2: problems.json says what is wrong with which file; anything else: it broke, and stderr says why.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 import os
 import sys
 import threading
@@ -20,7 +23,7 @@ import msgspec
 
 from fineinfer.data.formats import FORMATS, Example, Tokens, detect_format, parse_row
 from fineinfer.data.masking import TokenMasker
-from fineinfer.data.packed import DatasetSummary, PackedWriter, write_summary
+from fineinfer.data.packed import EVAL_FILE, DatasetSummary, EvalSummary, PackedWriter, write_summary
 from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
 from fineinfer.data.reader import read_rows
 from fineinfer.hashing import file_sha256
@@ -52,13 +55,41 @@ class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrepareSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child is told."""
+    """What the child is told. ``validation`` and ``validation_split`` exclude each other."""
 
     source: str  # the training file
     job_dir: str  # where the data set goes
     model_path: str  # folder (or .gguf file) with tokenizer and chat template
     max_seq_length: int
     data: DataSettings = DataSettings()
+    validation: str | None = None  # the validation file
+    validation_split: float = 0.0  # this part of the training file's rows is evaluated instead of trained
+    seed: int = 0  # of the split
+
+
+class SeenRows:
+    """Finds rows that come again, in constant memory: a row is forgotten for one that shares its slot.
+
+    Args:
+        other: Rows of another file.
+
+    Attributes:
+        repeated: Rows that were there before, at least.
+        shared: Rows that the other file has too, at least.
+    """
+
+    def __init__(self, other: SeenRows | None = None) -> None:
+        self._hashes, self._other = array("q", bytes(_SEEN_BYTES)), other
+        self.repeated = self.shared = 0
+
+    def add(self, raw: bytes) -> None:
+        """One more row."""
+        number = hash(raw)
+        slot = number % len(self._hashes)
+        self.repeated += self._hashes[slot] == number
+        self._hashes[slot] = number
+        if self._other is not None:
+            self.shared += self._other._hashes[slot] == number
 
 
 class Judge:
@@ -70,15 +101,22 @@ class Judge:
         max_seq_length: Longest example in tokens.
         load: Gives the tokenizer, when the first well-formed row is there (its import takes seconds). None: the rows
             are judged without looking at tokens.
+        other: Of a validation file: the training file, which has been read.
 
     Attributes:
         problems: What is wrong so far.
         rows, skipped, truncated: Numbers of rows so far.
+        seen: Rows so far, to find those that come again.
         masker: Made with the first well-formed row.
     """
 
     def __init__(
-        self, source: Path, settings: DataSettings, max_seq_length: int, load: Callable[[], Any] | None
+        self,
+        source: Path,
+        settings: DataSettings,
+        max_seq_length: int,
+        load: Callable[[], Any] | None,
+        other: Judge | None = None,
     ) -> None:
         self._source, self._settings, self._max_seq_length, self._load = source, settings, max_seq_length, load
         self.problems = ProblemLog()
@@ -86,7 +124,7 @@ class Judge:
         self.masker: TokenMasker | None = None
         self.format: str | None = None
         self._notes: Counter[str] = Counter()
-        self._seen, self._repeated = array("q", bytes(_SEEN_BYTES)), 0
+        self.seen: SeenRows = SeenRows(None if other is None else other.seen)
 
     def examples(self) -> Iterator[tuple[int, list[int], list[int]]]:
         """(line, input_ids, loss_mask) of each good row; both lists are empty without a tokenizer."""
@@ -98,7 +136,7 @@ class Judge:
         if train_on is not None and train_on != _LABELLED.get(self.format, train_on):
             message = f"train_on {train_on} has no meaning for {self.format} rows; leave it out"
             return self._refuse_file(Problem(line=None, code="invalid_train_on", message=message, param="train_on"))
-        for line, row in read_rows(self._source, on_line=self._remember):
+        for line, row in read_rows(self._source, on_line=self.seen.add):
             self.rows += 1
             try:
                 if isinstance(row, Problem):
@@ -112,13 +150,6 @@ class Judge:
                 yield line, ids, mask
         if not self.rows:
             self.problems.add(Problem(line=None, code="empty_file", message="the file has no rows"))
-
-    def _remember(self, raw: bytes) -> None:
-        """Count repeated rows; a row that shares the slot of another is forgotten, so it is a lower bound."""
-        number = hash(raw)
-        slot = number % len(self._seen)
-        self._repeated += self._seen[slot] == number
-        self._seen[slot] = number
 
     def _refuse_file(self, problem: Problem) -> None:
         self.problems.add(problem)
@@ -168,7 +199,8 @@ class Judge:
         """What is odd about the file, for the user."""
         good, masker = self.rows - self.skipped, self.masker
         counted = [
-            (self._repeated, "rows are the same as an earlier one"),
+            (self.seen.repeated, "rows are the same as an earlier one"),
+            (self.seen.shared, "rows are in the training file too: evaluation will look better than it is"),
             *((number, f"times: {note}") for note, number in self._notes.most_common()),
             (masker.num_unended if masker else 0, "trained answers have no end token: the adapter may not stop"),
             (masker.num_other_prompts if masker else 0, "trained answers begin otherwise than this template opens one"),
@@ -177,34 +209,88 @@ class Judge:
         return few + [f"{number} {text}" for number, text in counted if number]
 
 
+def held_out(index: int, fraction: float, seed: int) -> bool:
+    """Whether an example is evaluated instead of trained: of each ``1 / fraction`` in a row one, drawn by hash.
+
+    So the share is exact to one example, and a file with a period in its rows is still split at random.
+
+    Args:
+        index: Number of the good row, from 0.
+        fraction: Of the examples, 0 to 0.5.
+        seed: Of the draw.
+    """
+    if not fraction:
+        return False
+    block = int(index * fraction)
+    while math.ceil(block / fraction) > index:  # by how much division rounds
+        block -= 1
+    while math.ceil((block + 1) / fraction) <= index:
+        block += 1
+    first, end = math.ceil(block / fraction), math.ceil((block + 1) / fraction)
+    digest = hashlib.sha256(f"{seed}:{block}".encode()).digest()
+    return first + int.from_bytes(digest[:8]) % (end - first) == index
+
+
 def prepare(settings: PrepareSettings, load: Callable[[], Any]) -> DatasetSummary | ProblemReport:
-    """Judge the whole file; the data set is there afterwards only if it may be trained on.
+    """Judge whole files; the data sets are there afterwards only if the job may be trained.
 
     Args:
         settings: What to prepare.
         load: Gives the tokenizer; called only if a row is well formed.
 
     Returns:
-        The summary, which is on disk then, or the report of everything that is wrong.
+        The summary, which is on disk then, or the report of everything that is wrong with one of the files.
     """
+    load = functools.cache(load)
     source, job_dir = Path(settings.source), Path(settings.job_dir)
     judge = Judge(source, settings.data, settings.max_seq_length, load)
-    with PackedWriter(job_dir) as writer:
-        for _, ids, mask in judge.examples():
-            writer.add(ids, mask)
+    fraction = settings.validation_split
+    with PackedWriter(job_dir) as writer, PackedWriter(job_dir, EVAL_FILE) as eval_writer:
+        for index, (_, ids, mask) in enumerate(judge.examples()):
+            (eval_writer if held_out(index, fraction, settings.seed) else writer).add(ids, mask)
         if judge.refused or judge.masker is None:
             return judge.report()
+        if fraction and not (writer.examples and eval_writer.examples):
+            message = (
+                f"validation_split {fraction:g} of {writer.examples + eval_writer.examples} examples leaves too few"
+            )
+            judge.problems.add(Problem(line=None, code="split_too_small", message=message, param="validation_split"))
+            return judge.report()
+        evaluation = _split_summary(eval_writer, source) if fraction else None
+        warnings = judge.warnings()
+        if settings.validation is not None:
+            other = Judge(Path(settings.validation), settings.data, settings.max_seq_length, load, judge)
+            for _, ids, mask in other.examples():
+                eval_writer.add(ids, mask)
+            if other.refused:
+                return msgspec.structs.replace(other.report(), file="validation_file")
+            evaluation = _eval_summary(eval_writer, other, Path(settings.validation))
+            warnings += [f"validation file: {text}" for text in other.warnings()]
         summary = DatasetSummary(
             sha256=writer.finish(), source_sha256=file_sha256(source), examples=writer.examples, tokens=writer.tokens,
             trainable_tokens=writer.trainable_tokens, longest=writer.longest, max_seq_length=settings.max_seq_length,
             masking=judge.masker.method, format=str(judge.format), skipped=judge.skipped,
-            problems=dict(judge.problems.counts), truncated=judge.truncated, warnings=judge.warnings(),
+            problems=dict(judge.problems.counts), truncated=judge.truncated, warnings=warnings, eval=evaluation,
         )  # fmt: skip
     # it travels with the adapter: an answer is only right in the template that was trained
     if judge.masker.template.source:
         (job_dir / CHAT_TEMPLATE_FILE).write_text(judge.masker.template.source, encoding="utf-8")
     write_summary(job_dir, summary)
     return summary
+
+
+def _split_summary(writer: PackedWriter, source: Path) -> EvalSummary:
+    return EvalSummary(
+        sha256=writer.finish(), source_sha256=file_sha256(source), examples=writer.examples, tokens=writer.tokens,
+        trainable_tokens=writer.trainable_tokens, longest=writer.longest,
+    )  # fmt: skip
+
+
+def _eval_summary(writer: PackedWriter, judge: Judge, source: Path) -> EvalSummary:
+    return msgspec.structs.replace(
+        _split_summary(writer, source), skipped=judge.skipped, problems=dict(judge.problems.counts),
+        truncated=judge.truncated, overlap=judge.seen.shared,
+    )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:

@@ -91,6 +91,7 @@ class ProblemReport(msgspec.Struct, frozen=True, kw_only=True):
         bad_rows: Rows with a problem.
         format: Format of the rows, if it was found.
         warnings: What is odd and accepted, for the user.
+        file: Field of the request that named the file.
     """
 
     first: list[Problem]
@@ -99,6 +100,7 @@ class ProblemReport(msgspec.Struct, frozen=True, kw_only=True):
     bad_rows: int = 0
     format: str | None = None
     warnings: list[str] = []
+    file: str = "training_file"
 
     @property
     def total(self) -> int:

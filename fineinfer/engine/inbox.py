@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The api worker has found the name in the store; the supervisor's word of it comes by another socket and may be later.
 ADAPTER_GRACE_S = 2.0
+# Adapters that always have requests would keep their slots for ever; after this long one of them stands back.
+SLOT_PATIENCE_S = 1.0
 
 
 class RequestDesk:
@@ -122,23 +124,21 @@ class RequestDesk:
             sequence.adapter_version, sequence.adapter_step = version.version, version.step
 
     def assign_adapter_slots(self) -> None:
-        """Hand free adapter slots to requests in order of arrival; the rest go on waiting for one."""
+        """Hand free adapter slots to requests in order of arrival; the rest go on waiting for one.
+
+        For a version that has waited too long one slot is drained: requests for what is in it wait from then on.
+        """
+        refused: set[str | None] = set()
         for _ in range(len(self.without_slot)):
-            sequence = self.without_slot[0]
+            sequence = self.without_slot.popleft()
             if sequence.adapter_version is None:
                 self._resolve(sequence)
-            version = sequence.adapter_version
-            if version is None and now_s() - sequence.arrival_s > ADAPTER_GRACE_S:
-                self.end(
-                    sequence,
-                    FinishReason.ERROR,
-                    "model_not_found",
-                    f"The model {sequence.adapter_name} does not exist.",
-                )
+            version, slot = sequence.adapter_version, None
+            if version is None and self._is_unknown(sequence):
+                message = f"The model {sequence.adapter_name} does not exist."
+                self.end(sequence, FinishReason.ERROR, "model_not_found", message)
                 continue
-            self.without_slot.popleft()
-            slot = None
-            if version is not None:
+            if version is not None and version not in refused:
                 try:
                     slot = self._adapters.acquire(version)
                 except Exception as error:  # a broken adapter folder ends its own requests only
@@ -147,10 +147,18 @@ class RequestDesk:
                     self.end(sequence, FinishReason.ERROR, "adapter_not_found", message)
                     continue
             if slot is None:
+                refused.add(version)
                 self.without_slot.append(sequence)
             else:
                 sequence.adapter_slot = slot
                 self._scheduler.add(sequence)
+        oldest = next((one for one in self.without_slot if one.adapter_version is not None), None)
+        overdue = oldest is not None and now_s() - oldest.arrival_s > SLOT_PATIENCE_S
+        self._adapters.claim(oldest.adapter_version if oldest is not None and overdue else None)
+
+    def _is_unknown(self, sequence: Sequence) -> bool:
+        expected = sequence.adapter_name in self._adapters.expected
+        return not expected and now_s() - sequence.arrival_s > ADAPTER_GRACE_S
 
     def abort(self, request_id: str) -> None:
         """The client is gone."""

@@ -6,20 +6,21 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.engine.adapter_traffic import AdapterTraffic
 from fineinfer.engine.inbox import Inbox, RequestDesk, now_s
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.statistics import Counters
 from fineinfer.engine.training_host import TrainingHost
 from fineinfer.messages import (
-    AdapterRejected,
     CancelJob,
+    CheckAdapter,
     Drain,
     Drained,
+    PauseJob,
     RemoveAdapter,
     RequestOutput,
     ResizeKV,
@@ -38,6 +39,7 @@ from fineinfer.scheduler.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.1
+BUSY_WAIT_S = 2e-3  # while an adapter is being read
 POLL_S = 1e-4  # between two looks at the device while a step runs beside training
 STATS_PERIOD_S = 1.0
 
@@ -54,6 +56,7 @@ class EngineParts:
     training: TrainingHost
     ladder: MemoryLadder
     adapters: AdapterRegistry
+    adapter_traffic: AdapterTraffic
     latency: LatencyModel
     counters: Counters
 
@@ -89,7 +92,7 @@ class EngineLoop:
         """Step until drained."""
         while not self.stopped:
             if not self.step():
-                self.parts.inbox.wait(IDLE_WAIT_S)
+                self.parts.inbox.wait(BUSY_WAIT_S if self.parts.adapter_traffic.busy else IDLE_WAIT_S)
 
     def step(self) -> bool:
         """One turn.
@@ -98,6 +101,8 @@ class EngineLoop:
             False if there was nothing to do.
         """
         self._handle(self.parts.inbox.drain())
+        if self.parts.adapter_traffic.turn(self.parts.training):
+            self._stats_at_s = 0.0  # whoever waits for the new version hears of it at the end of this turn
         self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
         trainer, stuck = self.parts.training.trainer, not self.parts.scheduler.running
@@ -113,6 +118,7 @@ class EngineLoop:
 
     def _finish_turn(self) -> None:
         self.parts.training.tell(self.parts.ladder.take_steps())
+        self.parts.training.end_pause()
         self.parts.outbox.flush()
         if now_s() - self._stats_at_s >= STATS_PERIOD_S:
             self._stats_at_s = now_s()
@@ -225,16 +231,16 @@ class EngineLoop:
     # ------------------------------------------------------------ everything else
 
     def _handle(self, messages: list[tuple[bytes, ToEngine]]) -> None:
-        for _, message in messages:
+        for peer, message in messages:
             if isinstance(message, StartJob):
                 if self._drain_until_s is None:
                     self.parts.training.start(message)
+            elif isinstance(message, PauseJob):
+                self.parts.training.pause(message.job_id)
             elif isinstance(message, CancelJob):
                 self.parts.training.cancel(message.job_id)
-            elif isinstance(message, SetAdapter):
-                self._set_adapter(message)
-            elif isinstance(message, RemoveAdapter):
-                self.parts.adapters.remove(message.name)
+            elif isinstance(message, (SetAdapter, RemoveAdapter, CheckAdapter)):
+                self.parts.adapter_traffic.take(peer, message)
             elif isinstance(message, ResizeKV):
                 self.parts.ladder.resize_kv(message.num_slots)
             elif isinstance(message, SetBudget):
@@ -243,15 +249,6 @@ class EngineLoop:
                 self.parts.desk.draining = True
                 self._drain_until_s = now_s() + message.timeout_s
                 self.parts.training.park()
-
-    def _set_adapter(self, message: SetAdapter) -> None:
-        try:
-            self.parts.adapters.register(
-                message.name, message.step, message.version, Path(message.directory), current=message.current
-            )
-        except Exception as error:
-            logger.warning("adapter %s@%d rejected: %s", message.name, message.step, error)
-            self.parts.outbox.notify(AdapterRejected(name=message.name, step=message.step, message=str(error)))
 
     def _stop(self) -> None:
         """Requests that did not finish in time get their terminal message, then the process may exit."""

@@ -97,7 +97,7 @@ class MemoryLadder:
         If it is promised a share, further requests must leave it that: ``slots_withheld``; but nothing while the budget
         has no room for it at all.
         """
-        floor = trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
+        floor = trainer.floor_bytes(trainer.max_micro_batch_tokens)
         missing = trainer.state_bytes + floor - self._governor.leased(STATE) - self._governor.free_bytes
         left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
         withheld = max(0, self._kv.num_slots - left) if missing > 0 else 0
@@ -106,7 +106,7 @@ class MemoryLadder:
 
     def begin_job(self, trainer: ParkableTrainer) -> bool:
         """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
-        floor = trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
+        floor = trainer.floor_bytes(trainer.max_micro_batch_tokens)
         if not self.has_room_for(trainer) or not self.lease_state(trainer.state_bytes + floor):
             return False
         self.slots_withheld = 0
@@ -116,10 +116,16 @@ class MemoryLadder:
 
     def can_ever_hold(self, trainer: ParkableTrainer) -> bool:
         """Whether the budget is enough for a job and the smallest pool."""
+        needed = trainer.state_bytes + trainer.floor_bytes(trainer.max_micro_batch_tokens)
+        shares = self.shares()
+        return needed <= 2 * shares["budget"] - sum(shares.values())
+
+    def shares(self) -> dict[str, int]:
+        """Bytes of the ``budget``, and of all who have some of it when a job has the most that it can."""
+        own = (KV, STATE, ACTIVATIONS)
+        others = {name: size for name, size in self._governor.leases().items() if name not in own}
         pool = self._pool.bytes_for(MIN_KV_SLOTS) if self._pool.elastic else self._governor.leased(KV)
-        mine = self._governor.leased(STATE) + self._governor.leased(ACTIVATIONS)
-        most = self._governor.free_bytes + self._governor.leased(KV) + mine - pool
-        return trainer.state_bytes + trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens) <= most
+        return {"budget": self._governor.budget_bytes, **others, "smallest KV pool": pool}
 
     def unpark(self, trainer: ParkableTrainer) -> bool:
         """Let a parked job have its memory again; False while requests or the budget leave too little."""
@@ -137,16 +143,13 @@ class MemoryLadder:
         Returns:
             False if not even a fully recomputed micro-batch fits now; training waits.
         """
-        num_tokens = trainer.next_micro_batch_tokens()
-        least, most = trainer.bytes_if_recomputed(num_tokens), trainer.bytes_if_all_kept(num_tokens)
-        if not trainer.can_drop:
-            least = most
+        least, most = trainer.next_micro_batch_bytes()
         held = self._governor.leased(ACTIVATIONS)
         wanted = least if time.monotonic() < self._hold_until_s else most  # requests wait for memory: just its floor
         if held < wanted:
             self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
-        if available < least and trainer.can_drop:
+        if available < least < most:  # a training micro-batch whose graphs may be dropped
             least, self._kept_layers = self._make_smaller(trainer, available), 0
             return available >= least and self._governor.lease(ACTIVATIONS, least)
         if available < least:

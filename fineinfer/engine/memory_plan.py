@@ -41,7 +41,7 @@ class MemoryPlan:
         budget: All memory the engine may use.
         weights: Base weights.
         workspace: Peak of the largest serving forward above the weights, measured by a dry run.
-        adapters: Adapter slots.
+        adapters: Adapter slots, and on a CPU what is kept besides them.
         kv_slots_max: Most slots the pool can ever have.
         kv_now: The pool at start.
         kv_min: The smallest that the pool can become.
@@ -136,6 +136,19 @@ def pick_max_num_seqs(
     pool = settings.kv_cache_memory_bytes or (left if elastic else int(left * (1 - FIXED_TRAINING_SHARE)))
     fitting = pool // bytes_per_slot // MEAN_REQUEST_TOKENS
     return min(MAX_NUM_SEQS, most_rows, max(MIN_NUM_SEQS, fitting // MIN_NUM_SEQS * MIN_NUM_SEQS))
+
+
+def num_adapter_copies(settings: EngineSettings, on_gpu: bool) -> int:
+    """Adapters kept in host memory besides the slots on a CPU, which are there already; see ``--max-cpu-loras``."""
+    if on_gpu:
+        return settings.max_cpu_loras or 2 * settings.max_loras
+    return max(0, (settings.max_cpu_loras or 0) - settings.max_loras)
+
+
+def adapter_memory(settings: EngineSettings, slots_bytes: int, on_gpu: bool) -> int:
+    """Bytes of the budget for adapters: all slots and, on a CPU, copies, each at most as large as a slot."""
+    copies = 0 if on_gpu else num_adapter_copies(settings, on_gpu)
+    return slots_bytes + copies * slots_bytes // settings.max_loras
 
 
 def measure_workspace(forward: Callable[[], object], device: torch.device) -> int:

@@ -61,6 +61,10 @@ class Outbox:
             ),
         )
 
+    def answer(self, peer: bytes, message: FromEngine) -> None:
+        """Answer a peer's question at once."""
+        self._router.send(peer, message)
+
     def flush(self) -> None:
         """Send everything collected, tokens first."""
         for peer, outputs in self._outputs.items():

@@ -15,7 +15,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from fineinfer.adapters.reader import AdapterReader
 from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.engine.adapter_traffic import AdapterTraffic
 from fineinfer.engine.inbox import Inbox, RequestDesk
 from fineinfer.engine.loop import EngineLoop, EngineParts
 from fineinfer.engine.memory_ladder import KV, MemoryLadder
@@ -24,8 +26,10 @@ from fineinfer.engine.memory_plan import (
     DEFAULT_MAX_MIXED_TOKENS,
     MemoryPlan,
     MemoryPlanError,
+    adapter_memory,
     make_plan,
     memory_budget,
+    num_adapter_copies,
     pick_max_num_seqs,
 )
 from fineinfer.engine.outbox import Outbox
@@ -45,6 +49,7 @@ from fineinfer.memory.kv_pool import KVPool, KVSpec
 from fineinfer.messages import EngineInfo, FromEngine, ToEngine
 from fineinfer.model.errors import ModelLoadError
 from fineinfer.model.loader import LoadedModel, load_model
+from fineinfer.model.spec import ModelSpec
 from fineinfer.parent_death import die_with_parent
 from fineinfer.runner.step_graphs import SERVING_PRIORITY
 from fineinfer.scheduler.latency_model import LatencyModel
@@ -117,10 +122,11 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     times.ended("weights")
     max_model_len = pick_context_length(settings, model)
     spec, dtype = model.spec, next(model.decoder.parameters()).dtype
-    adapters = AdapterRegistry(spec, settings.max_loras, settings.max_lora_rank, dtype, device)
+    adapters = make_adapters(settings, spec, dtype, device)
     kv_spec = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     weights = sum(p.numel() * p.element_size() for p in model.decoder.parameters())
-    left = budget - weights - adapters.stacks.num_bytes
+    fixed = {"weights": weights, "adapters": adapter_memory(settings, adapters.stacks.num_bytes, device.type == "cuda")}
+    left = budget - sum(fixed.values())
     driver = open_driver(device)
     elastic = device.type == "cpu" or driver is not None
     limits = SchedulerLimits(
@@ -135,9 +141,8 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     times.ended("dry run")
     gc.collect()
     return_freed_memory(device)  # of the dry run: the pool takes it
-    fixed = {"weights": weights, "workspace": workspace, "adapters": adapters.stacks.num_bytes}
-    max_slots = limits.max_num_seqs * max_model_len
-    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, max_slots, elastic)
+    fixed["workspace"] = workspace
+    plan = make_plan(settings, budget, fixed, kv_spec.bytes_per_slot, limits.max_num_seqs * max_model_len, elastic)
     pool = KVPool(kv_spec, plan.kv_slots_max, device, driver)
     kv_cache = KVCache(
         pool.slots_within(plan.pool_room),
@@ -149,6 +154,15 @@ def build_engine(settings: EngineSettings, token: bytes) -> EngineLoop:
     )
     base = Base(model, adapters, max_model_len, device, parts, stream, times)
     return wire(settings, token, base, kv_cache, plan.with_pool(pool))
+
+
+def make_adapters(
+    settings: EngineSettings, shape: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> AdapterRegistry:
+    """The adapter slots. Beside a GPU folders are read on a thread and copies kept in pinned host memory."""
+    on_gpu = device.type == "cuda"
+    reader = AdapterReader(shape, settings.max_lora_rank, dtype, num_adapter_copies(settings, on_gpu), on_gpu)
+    return AdapterRegistry(shape, settings.max_loras, settings.max_lora_rank, dtype, device, reader)
 
 
 def pick_device(name: str) -> torch.device:
@@ -217,20 +231,22 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
         dtype=str(next(model.decoder.parameters()).dtype).removeprefix("torch."),
         device=device.type,
         memory_plan=plan.as_dict(),
+        max_loras=settings.max_loras,
     )
     router: Router[FromEngine, ToEngine] = Router(settings.engine_address, token, ToEngine)
     source = StatisticsSource(info.boot_id, counters, scheduler, kv_cache, governor, ladder, latency)
     outbox = Outbox(
         router,
         info,
-        snapshot=lambda: source.snapshot(training, adapters.names(), len(desk.without_slot)),
+        snapshot=lambda: source.snapshot(training, adapters, len(desk.without_slot)),
         progress=lambda: runner.progress + counters.training_units,
     )
     how = TrainingWay(base.runner_parts.backend, base.training_stream, settings.deterministic)
     training = TrainingHost(model.decoder, ladder, latency, outbox, how)
     desk = RequestDesk(scheduler, adapters, outbox, info.max_request_tokens, info.vocab_size)
     inbox = Inbox(router, desk, outbox)
-    parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, latency, counters)
+    traffic = AdapterTraffic(adapters, outbox)
+    parts = EngineParts(inbox, outbox, desk, scheduler, runner, training, ladder, adapters, traffic, latency, counters)
     return EngineLoop(parts, model.spec.eos_token_ids)
 
 

@@ -33,6 +33,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     max_loras: int = 8
     max_lora_rank: int = 64
+    max_cpu_loras: int | None = None
     policy: str = "deferred"
     deferral_bound_s: float = 1.0
     slo_ttft_ms: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.engine.inbox import now_s
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.training_host import TrainingHost
@@ -35,12 +36,12 @@ class StatisticsSource:
     ladder: MemoryLadder
     latency: LatencyModel
 
-    def snapshot(self, training: TrainingHost, adapters: list[str], num_unslotted: int) -> EngineStats:
+    def snapshot(self, training: TrainingHost, adapters: AdapterRegistry, num_unslotted: int) -> EngineStats:
         """The engine's state now.
 
         Args:
             training: The running job.
-            adapters: Names with a current version.
+            adapters: What is served.
             num_unslotted: Requests that wait for an adapter slot.
         """
         num_cached = self.kv_cache.num_cached
@@ -59,7 +60,7 @@ class StatisticsSource:
             prompt_tokens_total=self.counters.prompt_tokens,
             generation_tokens_total=self.counters.generation_tokens,
             num_preemptions_total=self.scheduler.num_preemptions,
-            memory_bytes=self.governor.snapshot(),
+            memory_bytes=self.governor.snapshot() | {"adapter_copies": adapters.reader.num_bytes},
             train_job_id=None if training.job is None else training.job.job_id,
             train_step=0 if trainer is None else trainer.step,
             train_total_steps=0 if trainer is None else trainer.total_steps,
@@ -75,6 +76,12 @@ class StatisticsSource:
             kept_layers_dropped_total=self.ladder.num_dropped_layers,
             ladder_steps_total=dict(self.ladder.steps_taken),
             kv_resizes_total=self.ladder.num_resizes,
-            adapters=adapters,
+            adapters=adapters.names(),
+            adapter_versions=adapters.current(),
+            adapter_tiers=adapters.tiers(),
+            adapter_slots=adapters.stacks.num_slots,
+            adapter_slots_used=adapters.num_used,
+            adapter_loads_total=adapters.num_loads,
+            adapter_evictions_total=adapters.num_evictions,
             slice_times_ms=self.latency.averages_ms(),
         )

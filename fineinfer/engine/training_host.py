@@ -6,12 +6,14 @@ import contextlib
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import torch
 
+from fineinfer.engine.job_memory import why_too_large
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.rungs import ABORT, DROP, OFFLOAD, PARK, UNPARK, LadderStep
@@ -19,6 +21,7 @@ from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUs
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
+from fineinfer.training.checkpoint import CheckpointError, DiskFullError
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.ops import pick_ops
 from fineinfer.training.parking import ParkableTrainer
@@ -63,6 +66,14 @@ class _Launched(NamedTuple):
     steps: int
 
 
+class _Pausing(NamedTuple):
+    """A job that stands still; ``written`` when its resume point is on disk, ``beside`` requests or at once."""
+
+    trainer: ParkableTrainer
+    written: Future[None]
+    beside: bool
+
+
 class TrainingHost:
     """Owns the trainer of the one running job.
 
@@ -91,6 +102,7 @@ class TrainingHost:
         self._num_steps = 0  # of requests, launched so far
         self.job: StartJob | None = None
         self.trainer: ParkableTrainer | None = None
+        self._pausing: _Pausing | None = None
         self.last_progress: JobProgress | None = None
         self.total_tokens = 0
         self.job_device_s = self._reported_s = 0.0  # what the job has used of the device, and as last reported
@@ -102,6 +114,7 @@ class TrainingHost:
 
     def start(self, message: StartJob) -> None:
         """Begin or resume a job; a second one while one runs is refused."""
+        self.end_pause(wait=True)
         if self.trainer is not None:
             if self.job is not None and self.job.job_id != message.job_id:
                 self._ended(message.job_id, "failed", "job_state_conflict", "another job is running")
@@ -112,13 +125,9 @@ class TrainingHost:
             with torch.cuda.stream(self._how.stream):  # of None: the current one
                 trainer = ParkableTrainer(self._decoder, message, self._keep, None, self._ops, self._how.deterministic)
             self.trainer = trainer
-            state_bytes, micro_batch = trainer.state_bytes, trainer.bytes_if_recomputed(trainer.max_micro_batch_tokens)
             if not self._ladder.can_ever_hold(trainer):
-                raise TrainingError(
-                    f"the job needs {state_bytes / 2**20:.0f} MiB for adapter and optimizer and "
-                    f"{micro_batch / 2**20:.0f} MiB for its largest micro-batch, more than the memory budget leaves",
-                    code="out_of_memory",
-                )
+                raise TrainingError(why_too_large(trainer, self._ladder.shares()), "out_of_memory")
+            trainer.check_disk_space()
             if not self._ladder.begin_job(trainer):
                 trainer.park()  # requests have the memory now: it begins as one that was parked for them
         except Exception as error:
@@ -140,16 +149,62 @@ class TrainingHost:
         """Stop in mid-step and give the memory back."""
         if self.job is not None and self.job.job_id == job_id:
             self._close()
+        if self._pausing is not None and self._pausing.trainer.job_id == job_id:
+            self._pausing.trainer.close()
+            self._pausing = None
         self._ended(job_id, "cancelled")
+
+    def pause(self, job_id: str) -> None:
+        """Stop in mid-step, give the memory back and write a checkpoint of the last finished update.
+
+        The answer comes when that is on disk, from ``end_pause``. If it cannot be written the job is paused all the
+        same, and goes on from the checkpoint before.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.job_id != job_id:
+            if self._pausing is None or self._pausing.trainer.job_id != job_id:
+                self._ended(job_id, "paused")
+            return
+        try:
+            written = trainer.leave()
+        except Exception as error:
+            self._fail(error)
+            return
+        self._pausing = _Pausing(trainer, written, not written.done())
+        if self._pausing.beside:
+            self.trainer = None  # it lives on in host memory
+        self._close()
+        self.end_pause()
+
+    def end_pause(self, wait: bool = False) -> None:
+        """Answer a pause whose resume point is written by now.
+
+        Args:
+            wait: Until it is.
+        """
+        if self._pausing is None or not (wait or self._pausing.written.done()):
+            return
+        (trainer, written, beside), self._pausing = self._pausing, None
+        error = written.exception()
+        if isinstance(error, CheckpointError):
+            message = f"paused without a new checkpoint, the updates since the last one will run again: {error}"
+            self._outbox.notify(JobNote(job_id=trainer.job_id, level="error", message=message))
+            error = None
+        self._send(trainer)
+        if beside:
+            trainer.close()
+        self._ended_by(trainer.job_id, error, "paused")
 
     def park(self) -> None:
         """Write a checkpoint of the last finished update and let go; the job stays ``running`` and resumes later."""
+        self.end_pause(wait=True)
         if self.trainer is None:
             return
         try:
             self.trainer.save_resume_point()
         except Exception as error:
             logger.warning("the job could not be checkpointed at shutdown: %s", error)
+        self._send(self.trainer)
         self._close()
 
     def _keep(self, num_tokens: int, layer: int) -> bool:
@@ -174,9 +229,15 @@ class TrainingHost:
         withheld = self._ladder.slots_withheld if trainer.parked else 0
         started = not trainer.at_update_boundary
         units = trainer.remaining_units() if started else trainer.next_update_units()
-        left_s = sum(count * self._latency.estimate(kind, tokens) for (kind, tokens), count in units.items())
+        left_s = sum(count * self._estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside)
+        max_share = 1.0 if self.job is None else self.job.max_share
+        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside, max_share)
+
+    def _estimate(self, kind: str, num_tokens: int) -> float:
+        """Seconds of a unit; before the first evaluation its units count as training's."""
+        seconds = self._latency.estimate(kind, num_tokens)
+        return seconds or self._latency.estimate(kind.removeprefix("eval_"), num_tokens)
 
     @property
     def can_run_beside(self) -> bool:
@@ -265,17 +326,27 @@ class TrainingHost:
         """Send what the unit finished: updates, notes, checkpoints, the job."""
         if self.job_device_s - self._reported_s >= USAGE_EVERY_S:
             self._report_usage()
+        self._send(trainer)
+        if trainer.finished:
+            ended = JobEnded(
+                job_id=trainer.job_id,
+                status="succeeded",
+                best_step=trainer.best_step,
+                early_stopped=trainer.early_stopped,
+            )
+            self._close()
+            self._outbox.notify(ended)
+
+    def _send(self, trainer: ParkableTrainer) -> None:
         for progress in trainer.take_progress():
             self.last_progress = self._with_rate(progress)
             self._outbox.notify(self.last_progress)
+        for evaluation in trainer.take_evals():
+            self._outbox.notify(evaluation)
         for note in trainer.take_notes():
             self._outbox.notify(note)
         for checkpoint in trainer.take_checkpoints():
             self._outbox.notify(checkpoint)
-        if trainer.finished:
-            job_id = trainer.job_id
-            self._close()
-            self._ended(job_id, "succeeded")
 
     def _with_rate(self, progress: JobProgress) -> JobProgress:
         """Fill in tokens per second and the time left, over the last updates of this run."""
@@ -293,11 +364,21 @@ class TrainingHost:
 
     def _fail(self, error: Exception) -> None:
         job_id = "" if self.job is None else self.job.job_id
-        code = error.code if isinstance(error, TrainingError) else "server_error"
-        if not isinstance(error, TrainingError):
-            logger.exception("job %s failed", job_id)
+        if self.trainer is not None:
+            self._send(self.trainer)
         self._close()
-        self._ended(job_id, "failed", code, str(error) or type(error).__name__)
+        self._ended_by(job_id, error)
+
+    def _ended_by(self, job_id: str, error: BaseException | None, status: str = "failed") -> None:
+        """A full disk pauses the job, another error fails it; none: ``status``."""
+        if error is None:
+            self._ended(job_id, status)
+            return
+        if not isinstance(error, TrainingError):
+            logger.error("job %s failed", job_id, exc_info=error)
+        code = error.code if isinstance(error, TrainingError) else "server_error"
+        status = "paused" if isinstance(error, DiskFullError) else "failed"
+        self._ended(job_id, status, code, str(error) or type(error).__name__)
 
     def _close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a broken device must not keep a job from ending

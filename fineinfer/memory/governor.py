@@ -58,6 +58,10 @@ class MemoryGovernor:
         """Bytes the owner holds."""
         return self._leases.get(owner, 0)
 
+    def leases(self) -> dict[str, int]:
+        """Each owner's bytes; a copy."""
+        return dict(self._leases)
+
     def lease(self, owner: str, num_bytes: int) -> bool:
         """Set the owner's lease to ``num_bytes`` in all; giving back always succeeds, taking more only if it fits.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+SHARE_WINDOW_S, SHARE_TICK_S = 10.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class LoadState:
         step_beside_s: As ``step_s``, while training runs beside it.
         prefill_s: Estimated seconds of a forward over all prompt tokens that wait, queued requests included.
         prefill_beside_s: As ``prefill_s``, while training runs beside it.
+        max_share: Part of the time that the job there is may take.
     """
 
     oldest_wait_s: float | None
@@ -45,6 +49,7 @@ class LoadState:
     step_beside_s: float = 0.0
     prefill_s: float = 0.0
     prefill_beside_s: float = 0.0
+    max_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,42 @@ class Turn:
 
 
 Policy = Callable[[LoadState], Turn]
+
+
+class ShareMeter:
+    """Part of the last ``SHARE_WINDOW_S`` seconds that went to training."""
+
+    def __init__(self) -> None:
+        self._spent: deque[tuple[float, float]] = deque()  # (when, seconds trained since start), over the window
+
+    def __call__(self, load: LoadState) -> float | None:
+        """The share; None while there is no time to measure it over."""
+        if not self._spent or load.now_s - self._spent[-1][0] >= SHARE_TICK_S:
+            self._spent.append((load.now_s, load.trained_s))
+        while len(self._spent) > 2 and self._spent[1][0] < load.now_s - SHARE_WINDOW_S:
+            self._spent.popleft()
+        begin_s, trained_s = self._spent[0]
+        return min(1.0, (load.trained_s - trained_s) / (load.now_s - begin_s)) if load.now_s > begin_s else None
+
+
+class CappedPolicy:
+    """A policy without a memory of its own, whose training stands still while it has had its share.
+
+    Args:
+        policy: Decides the rest.
+        max_share: Part of the time that training never exceeds; a job may have less.
+    """
+
+    def __init__(self, policy: Policy, max_share: float) -> None:
+        self._policy, self._max_share = policy, max_share
+        self._share = ShareMeter()
+
+    def __call__(self, load: LoadState) -> Turn:
+        """Decide one turn."""
+        share = self._share(load)
+        if share is not None and share > min(self._max_share, load.max_share):
+            load = replace(load, training_ready=False)
+        return self._policy(load)
 
 
 def deferred(load: LoadState) -> Turn:

@@ -51,6 +51,7 @@ class TrainingState:
         unit_s: Of a unit.
         slots_withheld: Slots that no further request may be admitted to.
         beside: Units can run beside steps.
+        max_share: Part of the time that the job may take.
     """
 
     ready: bool = False
@@ -59,6 +60,7 @@ class TrainingState:
     unit_s: float = 0.0
     slots_withheld: int = 0
     beside: bool = False
+    max_share: float = 1.0
 
 
 class Scheduler:
@@ -144,6 +146,7 @@ class Scheduler:
             step_beside_s=estimate("decode", len(self.running), beside=True),
             prefill_s=estimate("prefill", num_prompt) if num_prompt else 0.0,
             prefill_beside_s=estimate("prefill", num_prompt, beside=True) if num_prompt else 0.0,
+            max_share=training.max_share,
         )
 
     def _admit(self, now_s: float, draft: PlanDraft, num_slots: int) -> None:

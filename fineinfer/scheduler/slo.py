@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from fineinfer.scheduler.policy import POLICIES, LoadState, Policy, Turn
+from fineinfer.scheduler.policy import POLICIES, CappedPolicy, LoadState, Policy, ShareMeter, Turn
 
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
-SHARE_WINDOW_S, SHARE_TICK_S = 10.0, 0.05
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
 MAX_SLACK, MAX_DEBT = 2.0, 8.0  # tokens' times that steps beside training may be ahead of their targets, or behind
@@ -31,7 +30,8 @@ class SloTargets:
         ttft_s: Seconds until the first token, at the 99th percentile; None: ``UNSET_FACTOR`` times a prefill alone.
         tpot_s: Seconds per output token, likewise; None: ``UNSET_FACTOR`` times a decode step alone.
         train_share_min: Part of the time that a running job gets whatever the load.
-        train_share_max: Part of the time that it never exceeds.
+        train_share_max: Part of the time that it never exceeds; a job may have less, then it gets no more whatever
+            the minimum.
     """
 
     ttft_s: float | None = None
@@ -56,20 +56,20 @@ class SloPolicy:
         self._due_s = 0.0  # when the next tokens of the running requests are due
         self._slack_s = 0.0  # what steps have taken less than their tokens' time; negative: more
         self._last_inference_s: float | None = None
-        self._spent: deque[tuple[float, float]] = deque()  # (when, seconds trained since start), over the window
+        self._share = ShareMeter()
         self._latencies: deque[tuple[float, float | None]] = deque(maxlen=PACE_WINDOW)
         self._until_look = PACE_EVERY
 
     def __call__(self, load: LoadState) -> Turn:
         """Decide one turn."""
-        share = self._share(load)
+        missing, enough = self._judge_share(load)
         if load.beside and (load.num_running or load.oldest_wait_s is not None):
-            return self._beside(load, share)
+            return self._beside(load, missing, enough)
         if not load.training_ready:
             return self._infer(load)
-        if share < self._targets.train_share_min and self._requests_had_a_turn(load):
+        if missing and self._requests_had_a_turn(load):
             return Turn(admit=True, train=True, infer=False)
-        if share > self._targets.train_share_max:
+        if enough:
             return self._infer(load)
         if load.oldest_wait_s is None and load.num_running == 0:
             return Turn(admit=False, train=True)
@@ -104,7 +104,7 @@ class SloPolicy:
         else:
             self.pace = min(1.0, self.pace + PACE_STEP)
 
-    def _beside(self, load: LoadState, share: float) -> Turn:
+    def _beside(self, load: LoadState, missing: bool, enough: bool) -> Turn:
         """A step now; with training beside it, if what it then takes is within the targets."""
         token_s = self.pace * self._tpot_s(load.step_s)
         if self._last_inference_s is None or not load.num_running:
@@ -116,7 +116,7 @@ class SloPolicy:
         first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
         in_time = (load.oldest_wait_s or 0.0) + load.prefill_beside_s <= first_s
         fits = load.step_beside_s <= token_s + self._slack_s
-        allowed = share < self._targets.train_share_min or (share <= self._targets.train_share_max and fits and in_time)
+        allowed = missing or (not enough and fits and in_time)
         return Turn(admit=True, train=allowed and load.training_ready)
 
     def _infer(self, load: LoadState) -> Turn:
@@ -135,16 +135,12 @@ class SloPolicy:
         """Whether a step has run since the last unit: units that are due to the share alternate with steps."""
         return self._last_inference_s is not None and load.last_unit_s <= self._last_inference_s
 
-    def _share(self, load: LoadState) -> float:
-        """Part of the last seconds that went to training; at least its minimum while there is no window yet."""
-        if not self._spent or load.now_s - self._spent[-1][0] >= SHARE_TICK_S:
-            self._spent.append((load.now_s, load.trained_s))
-        while len(self._spent) > 2 and self._spent[1][0] < load.now_s - SHARE_WINDOW_S:
-            self._spent.popleft()
-        begin_s, trained_s = self._spent[0]
-        if load.now_s <= begin_s:
-            return self._targets.train_share_min
-        return min(1.0, (load.trained_s - trained_s) / (load.now_s - begin_s))
+    def _judge_share(self, load: LoadState) -> tuple[bool, bool]:
+        """Whether training has had less than its minimum, and more than its maximum; neither while nobody knows."""
+        share, most = self._share(load), min(self._targets.train_share_max, load.max_share)
+        if share is None:
+            return False, False
+        return share < min(self._targets.train_share_min, most), share > most
 
     def _tpot_s(self, step_s: float) -> float:
         return max(1e-6, UNSET_FACTOR * step_s) if self._targets.tpot_s is None else self._targets.tpot_s
@@ -168,9 +164,9 @@ def _p99(values: list[float]) -> float:
 
 
 def make_policy(name: str, targets: SloTargets) -> Policy:
-    """The policy of a name; a new object for one that remembers.
+    """The policy of a name, as a new object, since each remembers how much was trained.
 
     Raises:
         KeyError: No policy has that name.
     """
-    return SloPolicy(targets) if name == "slo" else POLICIES[name]
+    return SloPolicy(targets) if name == "slo" else CappedPolicy(POLICIES[name], targets.train_share_max)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from fineinfer.messages import RemoveAdapter, SetAdapter, ToEngine
 from fineinfer.store import Store
 
@@ -21,7 +23,7 @@ class AdapterSync:
         self._store = store
         self._send = send
         self._lock = asyncio.Lock()
-        self._told: dict[tuple[str, int], tuple[str, bool]] | None = None  # (name, step) -> (version, current)
+        self._told: dict[tuple[str, int], SetAdapter] | None = None  # by (name, step)
 
     def engine_is_new(self) -> None:
         """The engine knows nothing yet."""
@@ -45,26 +47,31 @@ class AdapterSync:
                         del told[key]
                 else:
                     if message.current:
-                        told.update({key: (told[key][0], False) for key in told if key[0] == message.name})
-                    told[message.name, message.step] = (message.version, message.current)
+                        told.update({key: _former(told[key]) for key in told if key[0] == message.name})
+                    told[message.name, message.step] = message
                 await self._send(message)
 
-    def _news(self, told: dict[tuple[str, int], tuple[str, bool]]) -> list[RemoveAdapter | SetAdapter]:
+    def _news(self, told: dict[tuple[str, int], SetAdapter]) -> list[RemoveAdapter | SetAdapter]:
         """Removals first; the version that a name means comes last."""
         adapters = sorted(self._store.adapters.all(), key=lambda adapter: adapter.current)
         gone = {name for name, _ in told} - {adapter.name for adapter in adapters}
         news: list[RemoveAdapter | SetAdapter] = [RemoveAdapter(name=name) for name in sorted(gone)]
         for adapter in adapters:
-            version, current = told.get((adapter.name, adapter.step), (None, False))
+            message = SetAdapter(
+                name=adapter.name,
+                version=adapter.version,
+                step=adapter.step,
+                directory=adapter.directory,
+                current=adapter.current,
+                pinned=adapter.pinned and adapter.current,
+            )
+            before = told.get((adapter.name, adapter.step))
             # that another version is current now needs no message: the new one's says so
-            if version != adapter.version or (adapter.current and not current):
-                news.append(
-                    SetAdapter(
-                        name=adapter.name,
-                        version=adapter.version,
-                        step=adapter.step,
-                        directory=adapter.directory,
-                        current=adapter.current,
-                    )
-                )
+            if before is None or message not in (before, _former(before)):
+                news.append(message)
         return news
+
+
+def _former(message: SetAdapter) -> SetAdapter:
+    """The same version when the name means another one."""
+    return msgspec.structs.replace(message, current=False, pinned=False)

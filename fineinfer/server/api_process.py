@@ -32,6 +32,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         revision: Of a hub model.
         socket_fd: Inherited listening socket; without it ``host`` and ``port`` are bound.
         api_keys: Accepted bearer keys; none: no authentication.
+        admin_api_keys: Keys that may change what is served; none: every accepted key may.
+        adapter_root: Folder below which adapters may be loaded; None: they may not.
         metrics_prefix: ``fineinfer:`` or ``vllm:``.
         max_file_bytes: Largest upload.
         files_quota_bytes: Most bytes of files kept at a time.
@@ -52,6 +54,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: list[str] = []
+    admin_api_keys: list[str] = []
+    adapter_root: str | None = None
     metrics_prefix: str = "fineinfer:"
     max_file_bytes: int = 2 << 30
     files_quota_bytes: int = 20 << 30

@@ -12,12 +12,14 @@ from fastapi.responses import Response
 from starlette.requests import Request
 
 from fineinfer.server import (
+    routes_adapters,
     routes_chat,
     routes_completions,
     routes_files,
     routes_fine_tuning,
     routes_health,
     routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_models,
     routes_tokenize,
@@ -35,11 +37,13 @@ if TYPE_CHECKING:
 _ROUTES = (
     routes_chat,
     routes_completions,
+    routes_adapters,
     routes_models,
     routes_tokenize,
     routes_files,
     routes_fine_tuning,
     routes_job_files,
+    routes_job_watch,
     routes_memory,
     routes_health,
 )
@@ -72,7 +76,8 @@ def create_app(settings: ApiSettings, engine: EngineClient, tokenizers: Tokenize
     app.state.started_s = time.time()
     install_error_handlers(app)
     app.add_exception_handler(EngineUnavailableError, _on_engine_unavailable)
-    app.add_middleware(Boundary, api_keys=settings.api_keys, metrics=metrics)
+    keys = [*settings.api_keys, *settings.admin_api_keys] if settings.api_keys else []
+    app.add_middleware(Boundary, api_keys=keys, metrics=metrics)
     for module in _ROUTES:
         app.include_router(module.router)
     return app

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ping"})
 MAX_HEADERS = 64
 MAX_HEADER_BYTES = 16 << 10
+OWNER_CHARS = 16  # 64 bits: keys are few, and the key itself is nowhere stored
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -72,17 +73,26 @@ class Boundary:
         raw = headers.raw
         if len(raw) > MAX_HEADERS or sum(len(name) + len(value) for name, value in raw) > MAX_HEADER_BYTES:
             raise ApiError(431, "The request has too many or too large headers.")
-        if self._key_hashes and scope["path"] not in OPEN_PATHS and not self._is_known(headers):
-            error = ApiError(401, "A valid API key is needed: Authorization: Bearer KEY.", code="invalid_api_key")
-            error.headers["www-authenticate"] = "Bearer"
-            raise error
+        if self._key_hashes and scope["path"] not in OPEN_PATHS:
+            owner = self._owner(headers)
+            if owner is None:
+                error = ApiError(401, "A valid API key is needed: Authorization: Bearer KEY.", code="invalid_api_key")
+                error.headers["www-authenticate"] = "Bearer"
+                raise error
+            scope.setdefault("state", {})["owner"] = owner
 
-    def _is_known(self, headers: Headers) -> bool:
+    def _owner(self, headers: Headers) -> str | None:
+        """Short hash of the key that was given, or None if it is not one of ours."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1")).digest()
         # all are compared whatever matches, so that the time tells nothing
         matches = [hmac.compare_digest(given, known) for known in self._key_hashes]
-        return scheme.lower() == "bearer" and any(matches)
+        return given.hex()[:OWNER_CHARS] if scheme.lower() == "bearer" and any(matches) else None
+
+
+def owner_of(scope: Scope) -> str:
+    """Who asks: a short SHA-256 of the API key of this request, empty on a server without keys."""
+    return str(scope.get("state", {}).get("owner", ""))
 
 
 class _Answer:

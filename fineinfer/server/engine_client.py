@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from fineinfer.ipc import AsyncDealer, ProtocolError
 from fineinfer.messages import (
     AbortRequest,
+    AdapterChecked,
     AddRequest,
+    CheckAdapter,
     EngineDown,
     EngineInfo,
     EngineStats,
@@ -35,6 +37,7 @@ from fineinfer.request import FinishReason
 logger = logging.getLogger(__name__)
 PING_INTERVAL_S = 1.0
 MAX_SILENCE_S = 10.0
+ADAPTER_CHECK_S, ADAPTER_SERVED_S, POLL_S = 60.0, 15.0, 0.02
 
 
 class EngineUnavailableError(Exception):
@@ -67,6 +70,7 @@ class EngineClient:
         self._control: AsyncDealer[FromApi, ToApi] | None = None
         self._life = _LifeSigns()
         self._open: dict[str, asyncio.Queue[RequestOutput]] = {}
+        self._checks: dict[str, list[asyncio.Future[str | None]]] = {}
         self._lost_boots: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -145,6 +149,32 @@ class EngineClient:
         self.require_info()
         self._link.post(SetBudget(num_bytes=num_bytes))
 
+    async def check_adapter(self, version: str, directory: str) -> str | None:
+        """Let the engine read an adapter folder; why it cannot be served, or None.
+
+        Raises:
+            EngineUnavailableError: There is no engine, or it does not answer in time.
+        """
+        self.require_info()
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._checks.setdefault(version, []).append(answer)
+        self._link.post(CheckAdapter(version=version, directory=directory))
+        try:
+            async with asyncio.timeout(ADAPTER_CHECK_S):
+                return await answer
+        except TimeoutError:
+            raise EngineUnavailableError("The engine has not checked the adapter in time.") from None
+
+    async def until_served(self, name: str, version: str) -> bool:
+        """Wait until new requests for ``name`` get this version; False: not in time."""
+        deadline = time.monotonic() + ADAPTER_SERVED_S
+        while time.monotonic() < deadline and self.info is not None:
+            stats = self.stats
+            if stats is not None and stats.boot_id == self.info.boot_id and stats.adapter_versions.get(name) == version:
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
     def finish(self, request_id: str, num_tokens: int) -> None:
         """A stop string ended the request after ``num_tokens`` tokens; later outputs are of no interest."""
         if self._open.pop(request_id, None) is not None:
@@ -182,6 +212,10 @@ class EngineClient:
                 self.stats = message
         elif isinstance(message, EngineInfo):
             self._on_up(message, by_engine=True)
+        elif isinstance(message, AdapterChecked):
+            for answer in self._checks.pop(message.version, ()):
+                if not answer.done():
+                    answer.set_result(message.error)
 
     def _on_output(self, output: RequestOutput) -> None:
         inbox = self._open.get(output.request_id)
@@ -228,6 +262,9 @@ class EngineClient:
 
     def fail_open(self, message: str) -> None:
         """End every open request with an error that clients may retry."""
+        unchecked, self._checks = self._checks, {}
+        for answer in (one for answers in unchecked.values() for one in answers if not one.done()):
+            answer.set_exception(EngineUnavailableError(message))
         lost, self._open = self._open, {}
         for request_id, inbox in lost.items():
             inbox.put_nowait(

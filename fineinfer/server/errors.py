@@ -114,9 +114,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
-        return ApiError(
-            404 if error.code.endswith("_not_found") else 400, error.message, param=error.param, code=error.code
-        )
+        return ApiError(_STATUS_OF_CODE.get(error.code, 400), error.message, param=error.param, code=error.code)
     if isinstance(error, RequestValidationError):
         first = error.errors()[0] if error.errors() else {"loc": (), "msg": "Invalid request"}
         return ApiError(400, f"{first['msg']}.", param=_param_path(first))

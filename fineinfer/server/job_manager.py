@@ -2,8 +2,9 @@
 
 Every change is committed before anyone acts on it, so a crash at any point is repaired by reading the store again:
 a job found in ``validating_files`` is validated from the start, one found ``running`` is sent to the engine, which
-goes on from its newest checkpoint. User actions come in through the store too: a cancelled job is terminal at once,
-and whatever still works on it is stopped here.
+goes on from its newest checkpoint, one found ``pausing`` is paused, and one found ``finalizing`` is finished. User
+actions come in through the store too: a cancelled job is terminal at once, a running one that is paused is
+``pausing``, and whatever still works on them is stopped here.
 """
 
 from __future__ import annotations
@@ -20,43 +21,38 @@ import msgspec
 
 from fineinfer.hashing import file_sha256
 from fineinfer.messages import (
-    AdapterRejected,
     CancelJob,
     EngineInfo,
     FromEngine,
     JobCheckpoint,
     JobEnded,
-    JobNote,
-    JobProgress,
-    JobStarted,
-    JobUsage,
+    PauseJob,
     StartJob,
     ToEngine,
     TrainingSettings,
 )
 from fineinfer.request import InvalidRequestError
 from fineinfer.server.adapter_sync import AdapterSync
-from fineinfer.server.job_creation import add_file, create_job
-from fineinfer.server.job_params import JobRequest, Limits, parse_hyperparameters, parse_suffix
-from fineinfer.server.job_results import write_result_file
-from fineinfer.server.job_validation import JobSettings, Validation
-from fineinfer.store import (
-    CheckpointRecord,
-    JobRecord,
-    JobStateConflictError,
-    JobStatus,
-    NameTakenError,
-    Store,
-    new_id,
-    now,
+from fineinfer.server.job_creation import add_file, check_references, create_job
+from fineinfer.server.job_endings import fail, finalize, pause
+from fineinfer.server.job_params import (
+    JobRequest,
+    Limits,
+    check_together,
+    make_request,
+    parse_hyperparameters,
+    parse_suffix,
 )
+from fineinfer.server.job_reports import JobReports
+from fineinfer.server.job_validation import JobSettings, Validation
+from fineinfer.store import TERMINAL, JobRecord, JobStateConflictError, JobStatus, NameTakenError, Store
 
 __all__ = ["JobManager", "JobSettings", "LocalJobError"]
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
 MAX_ENGINE_DEATHS = 3  # in a row, without one finished update: the job itself must be what kills the engine
-_LEVELS = ("info", "warn", "error")
+RETRY_S = 5.0  # until a result file that could not be written is tried again
 
 
 class LocalJobError(ValueError):
@@ -64,13 +60,16 @@ class LocalJobError(ValueError):
 
 
 class JobManager:
-    """The one writer of job states besides the user's cancel.
+    """The one writer of job states besides what users ask for: cancel, pause and resume.
 
     Args:
         store: The supervisor's own registry connection.
         state_dir: Root of the artifacts.
         settings: The base model and the limits of this server.
         send: Sends a message to the engine; messages for a dead engine may be dropped.
+
+    Attributes:
+        reports: What the engine says passes through it.
     """
 
     def __init__(
@@ -84,8 +83,11 @@ class JobManager:
         self._wake = asyncio.Event()
         self._engine: EngineInfo | None = None
         self._active: str | None = None  # the job the engine has, until its JobEnded
-        self._cancelling = False
+        self._stop: type[PauseJob | CancelJob] | None = None  # what the engine was last told of it
+        self._unfinished: set[str] = set()  # jobs whose result file could not be written
+        self._retry: asyncio.TimerHandle | None = None  # when it is tried again
         self._adapters = AdapterSync(store, send)
+        self.reports = JobReports(store)
         self._validation: Validation | None = None
         self._publish_limits()
 
@@ -114,14 +116,17 @@ class JobManager:
                         async with asyncio.timeout(POLL_S):
                             await self._wake.wait()
         finally:
+            if self._retry is not None:
+                self._retry.cancel()
             if self._validation is not None:
                 await self._validation.stop()
 
     async def _turn(self) -> None:
         """Bring engine and data child in line with the store."""
         self._remove_expired_files()
+        self._settle()
         await self._adapters.send_news()
-        await self._stop_what_ended()
+        await self._stop_what_is_unwanted()
         self._validate_next()
         await self._start_next()
 
@@ -130,15 +135,41 @@ class JobManager:
             if self._store.files.delete(file_id):
                 self._store.file_path(file_id).unlink(missing_ok=True)
 
-    async def _stop_what_ended(self) -> None:
+    def _settle(self) -> None:
+        """Finish what a crash or a dead engine left half done."""
+        for job in self._store.jobs.with_status(JobStatus.PAUSING):
+            if job.id != self._active:  # no engine has it
+                with contextlib.suppress(JobStateConflictError):
+                    pause(self._store, job, None)
+        for job in self._store.jobs.with_status(JobStatus.FINALIZING):
+            if self._retry is None:
+                self._finalize(job)
+
+    def _finalize(self, job: JobRecord) -> None:
+        try:
+            finalize(self._store, job)
+        except OSError as error:
+            if job.id not in self._unfinished:
+                self._unfinished.add(job.id)
+                text = f"The result file cannot be written and is tried again: {error.strerror or error}"
+                self._store.jobs.add_event(job.id, "error", text)
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self.wake()
+
+    async def _stop_what_is_unwanted(self) -> None:
         validation = self._validation
         if validation is not None and self._store.jobs.require(validation.job_id).status is not JobStatus.VALIDATING:
             validation.kill()
-        if self._active is None or self._engine is None or self._cancelling:
+        if self._active is None or self._engine is None:
             return
-        if self._store.jobs.require(self._active).status is not JobStatus.RUNNING:
-            self._cancelling = True
-            await self._send(CancelJob(job_id=self._active))
+        status = self._store.jobs.require(self._active).status
+        stop = CancelJob if status in TERMINAL else PauseJob if status is JobStatus.PAUSING else None
+        if stop is not None and stop is not self._stop:
+            self._stop = stop
+            await self._send(stop(job_id=self._active))
 
     def _validate_next(self) -> None:
         # the first validation waits for the engine: it knows the longest sequence, and the model is on disk then
@@ -156,22 +187,14 @@ class JobManager:
     async def _start_next(self) -> None:
         if self._engine is None or self._active is not None:
             return
-        jobs = self._store.jobs
-        job = next(iter(jobs.with_status(JobStatus.RUNNING)), None)
+        job = next(iter(self._store.jobs.with_status(JobStatus.RUNNING)), None) or self._store.jobs.start_next()
         if job is None:
-            queued = jobs.with_status(JobStatus.QUEUED)
-            if not queued:
-                return
-            try:
-                job = jobs.transition(queued[0], JobStatus.RUNNING)
-            except JobStateConflictError:  # cancelled this very moment
-                self.wake()
-                return
-        self._active, self._cancelling = job.id, False
+            return
+        self._active, self._stop = job.id, None
         await self._send(self._start_message(job))
 
     def _start_message(self, job: JobRecord) -> StartJob:
-        dataset = job.dataset or {}
+        dataset, request = job.dataset or {}, msgspec.convert(job.request, JobRequest)
         return StartJob(
             job_id=job.id,
             name=job.name,
@@ -181,6 +204,10 @@ class JobManager:
             adapters_dir=str(self._state_dir / "adapters"),
             dataset_sha256=dataset["sha256"],
             device_s=job.device_s,
+            eval_sha256=(dataset.get("eval") or {}).get("sha256"),
+            init_from=request.init_from,
+            serve=request.serve,
+            max_share=request.max_share,
         )
 
     # ------------------------------------------------------------ engine
@@ -206,126 +233,29 @@ class JobManager:
             return
         job = self._store.jobs.require(job_id)
         if job.status is not JobStatus.RUNNING:
+            self.wake()  # it may have been pausing: now it is paused
             return
         self._store.jobs.add_event(job_id, "warn", "The engine stopped; the job goes on from its last checkpoint")
         if self._store.jobs.count_engine_death(job_id) >= MAX_ENGINE_DEATHS:
             message = f"The engine stopped {MAX_ENGINE_DEATHS} times in a row while it trained this job."
-            self._fail(job_id, "engine_failed", message)
+            fail(self._store, job_id, "engine_failed", message)
 
     async def on_engine_message(self, message: FromEngine) -> None:
         """Apply one job event of the engine to the store; events of a job that has ended change nothing."""
         if isinstance(message, JobEnded):
-            self._on_ended(message)
-        elif isinstance(message, JobProgress):
-            self._on_progress(message)
-        elif isinstance(message, JobUsage):
-            self._store.jobs.record_usage(message.job_id, message.device_s)
-        elif isinstance(message, JobCheckpoint):
-            if self._on_checkpoint(message):
-                await self._adapters.send_news()
-        elif isinstance(message, AdapterRejected):
-            logger.error("adapter %s@%d cannot be served: %s", message.name, message.step, message.message)
-            adapter = self._store.adapters.resolve(f"{message.name}@{message.step}")
-            if adapter is not None and adapter.job_id is not None:
-                text = f"{message.name}@{message.step} cannot be served: {message.message}"
-                self._store.jobs.add_event(adapter.job_id, "error", text)
-        elif isinstance(message, (JobStarted, JobNote)) and self._store.jobs.get(message.job_id) is not None:
-            self._on_story(message)
-
-    def _on_story(self, message: JobStarted | JobNote) -> None:
-        if isinstance(message, JobNote):
-            level = message.level if message.level in _LEVELS else "info"
-            self._store.jobs.add_event(message.job_id, level, message.message, dict(message.data))
-            return
-        how = "Fine-tuning job started" if message.step == 0 else f"Fine-tuning job resumed from step {message.step}"
-        data = msgspec.to_builtins(message)
-        facts = {key: data[key] for key in ("step", "total_steps", "steps_per_epoch", "num_trainable_parameters")}
-        self._store.jobs.add_event(message.job_id, "info", how, facts)
-
-    def _on_progress(self, message: JobProgress) -> None:
-        job = self._store.jobs.get(message.job_id)
-        data = {
-            "step": message.step,
-            "total_steps": message.total_steps,
-            "epoch": message.epoch,
-            "train_loss": message.loss,
-            "train_mean_token_accuracy": message.mean_token_accuracy,
-            "learning_rate": message.learning_rate,
-            "grad_norm": message.grad_norm,
-            "trained_tokens": message.trained_tokens,
-            "processed_tokens": message.processed_tokens,
-            "tokens_per_second": message.tokens_per_s,
-            "eta_seconds": message.eta_s,
-            "device_seconds": 0.0 if job is None else job.device_s,
-        }
-        self._store.jobs.record_progress(message.job_id, message.step, data, message.trained_tokens)
-
-    def _on_checkpoint(self, message: JobCheckpoint) -> bool:
-        """Commit checkpoint and adapter version together; False if the job has ended."""
-        store = self._store
-        with store.db.transaction():
-            job = store.jobs.get(message.job_id)
-            if job is None or job.status is not JobStatus.RUNNING:
-                return False
-            store.adapters.publish(job.name, message.step, message.version, message.directory, job.id)
-            latest = job.progress or {}
-            metrics = {"step": message.step, "train_loss": message.loss}
-            if latest.get("step") == message.step:
-                metrics["train_mean_token_accuracy"] = latest["train_mean_token_accuracy"]
-            record = CheckpointRecord(
-                id=new_id("ftckpt"),
-                job_id=job.id,
-                created_at=now(),
-                step=message.step,
-                name=f"{job.name}@{message.step}",
-                version=message.version,
-                metrics=metrics,
-            )
-            store.jobs.add_checkpoint(record)
-            text = f"Checkpoint created at step {message.step}; served as {record.name} and {job.name}"
-            store.jobs.add_event(job.id, "info", text)
-        return True
-
-    def _on_ended(self, message: JobEnded) -> None:
-        if message.job_id == self._active:
+            if message.job_id != self._active or self._is_late(message):
+                return
             self._active = None
-        job = self._store.jobs.get(message.job_id)
-        if job is not None and job.status is JobStatus.RUNNING:
-            if message.status == "succeeded":
-                self._succeed(job)
-            elif message.status == "cancelled":
-                with contextlib.suppress(JobStateConflictError):
-                    self._store.jobs.cancel(job.id)
-            else:
-                reason = message.error_message or "The engine gave no reason."
-                self._fail(job.id, message.error_code or "server_error", reason)
-        self.wake()
+        self.reports.apply(message)
+        if isinstance(message, JobEnded):
+            self._settle()
+            self.wake()
+        elif isinstance(message, JobCheckpoint):
+            await self._adapters.send_news()
 
-    def _succeed(self, job: JobRecord) -> None:
-        adapter = self._store.adapters.resolve(job.name)
-        if adapter is None or adapter.job_id != job.id:
-            self._fail(job.id, "server_error", "The job ended without an adapter.")
-            return
-        try:
-            job = self._store.jobs.transition(job, JobStatus.FINALIZING)
-        except JobStateConflictError:  # cancelled this very moment
-            return
-        result = write_result_file(self._store, job)
-        try:
-            with self._store.db.transaction():
-                self._store.files.add(result)
-                self._store.jobs.transition(job, JobStatus.SUCCEEDED, result_files=[result.id])
-                self._store.jobs.add_event(job.id, "info", f"New fine-tuned model created: {job.name}")
-                used = {"device_seconds": job.device_s}
-                self._store.jobs.add_event(job.id, "info", "The job has successfully completed", used)
-        except JobStateConflictError:  # cancelled this very moment
-            self._store.file_path(result.id).unlink(missing_ok=True)
-
-    def _fail(self, job_id: str, code: str, message: str) -> None:
-        with contextlib.suppress(JobStateConflictError), self._store.db.transaction():
-            error = {"code": code, "message": message, "param": None}
-            self._store.jobs.transition(self._store.jobs.require(job_id), JobStatus.FAILED, error=error)
-            self._store.jobs.add_event(job_id, "error", f"The job failed: {message}")
+    def _is_late(self, message: JobEnded) -> bool:
+        """Whether it answers a pause of the run before, which had ended by itself when the engine heard of that."""
+        return message.status == "paused" and message.error_code is None and self._stop is None
 
     # ------------------------------------------------------------ --lora-train
 
@@ -335,7 +265,7 @@ class JobManager:
         Args:
             path: Training file; copied into the store.
             name: Served name of the adapter.
-            overrides: Hyperparameters as in the REST body, and ``seed``.
+            overrides: Hyperparameters as in the REST body, ``seed``, and ``validation_file`` as a path.
 
         Raises:
             LocalJobError: The settings are wrong, the file cannot be read or the name is taken.
@@ -345,18 +275,24 @@ class JobManager:
         try:
             parse_suffix(name, limits.base_model, "--lora-train-name")
             seed = values.pop("seed", self._settings.defaults.seed)
+            validation: Path | None = values.pop("validation_file", None)
             parsed = parse_hyperparameters(values, limits)
             content = file_sha256(path)
-            facts = msgspec.json.encode([content, name, limits.base_model, seed, parsed], order="sorted")
-            key = hashlib.sha256(facts).hexdigest()
+            facts = [content, name, limits.base_model, seed, parsed]
+            if validation is not None:
+                facts.append(file_sha256(validation))
+            key = hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
             job = self._known_local_job(key)
             if job is not None:
                 return job
-            record = add_file(self._store, path, path.name, "fine-tune")
-            request = JobRequest(
-                model=limits.base_model, training_file=record.id, suffix=name, seed=seed, hyperparameters=parsed
-            )
-            job = create_job(self._store, request, local_key=key)
+            # the ids come when nothing is wrong any more: a refused job leaves no file
+            request = make_request(parsed, model=limits.base_model, training_file="", suffix=name, seed=seed,
+                                   validation_file=None if validation is None else "")  # fmt: skip
+            check_together(request)
+            files = {"training_file": path} | ({} if validation is None else {"validation_file": validation})
+            ids = {field: add_file(self._store, file, file.name, "fine-tune").id for field, file in files.items()}
+            request = msgspec.structs.replace(request, **ids)
+            job = create_job(self._store, check_references(self._store, request, limits), local_key=key)
         except (InvalidRequestError, NameTakenError) as error:
             raise LocalJobError(str(error)) from error
         except OSError as error:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from fineinfer.messages import TrainingSettings
+from fineinfer.server.errors import ApiError
 from fineinfer.server.job_params import JobRequest, echo_hyperparameters, echo_lora
 from fineinfer.store import JobRecord, JobStatus, Store, now
 
@@ -15,7 +16,8 @@ def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
     """OpenAI's FineTuningJob, and ``progress``, ``device_seconds``, ``queue_position``, ``data``, ``lora`` and more."""
     request = msgspec.convert(job.request, JobRequest)
     settings = None if job.settings is None else msgspec.convert(job.settings, TrainingSettings)
-    hyperparameters = echo_hyperparameters(request, settings)
+    data = None if job.dataset is None else {key: job.dataset.get(key) for key in _DATA_KEYS}
+    hyperparameters = echo_hyperparameters(request, settings, data["examples"] if data else None)
     progress = _progress(job)
     running = job.status is JobStatus.RUNNING and progress is not None
     return {
@@ -36,19 +38,37 @@ def job_object(store: Store, job: JobRecord) -> dict[str, Any]:
         "trained_tokens": job.trained_tokens,
         "device_seconds": round(job.device_s, 3),
         "training_file": request.training_file,
-        "validation_file": None,
-        "integrations": [],
+        "validation_file": request.validation_file,
+        "integrations": request.integrations,
         "metadata": request.metadata,
         "user_provided_suffix": request.suffix,
         "adapter_name": job.name,
         "lora": echo_lora(request, settings),
-        "data": None if job.dataset is None else {key: job.dataset.get(key) for key in _DATA_KEYS},
+        "data": data,
         "progress": progress,
         "queue_position": store.jobs.queue_position(job),
     }
 
 
-_DATA_KEYS = ("format", "examples", "tokens", "trainable_tokens", "skipped", "truncated")
+def require_job(store: Store, job_id: str) -> JobRecord:
+    """The job.
+
+    Raises:
+        ApiError: 404, there is none with this id.
+    """
+    job = store.jobs.get(job_id)
+    if job is None:
+        raise job_not_found(job_id)
+    return job
+
+
+def job_not_found(job_id: str) -> ApiError:
+    """404 for an id that no job has."""
+    message = f"Could not find fine-tuning job: {job_id[:64]}"
+    return ApiError(404, message, param="fine_tuning_job_id", code="job_not_found")
+
+
+_DATA_KEYS = ("format", "examples", "tokens", "trainable_tokens", "skipped", "truncated", "eval")
 
 
 def _progress(job: JobRecord) -> dict[str, Any] | None:
@@ -65,4 +85,5 @@ def _progress(job: JobRecord) -> dict[str, Any] | None:
         "eta_seconds": latest["eta_seconds"],
         "loss": latest["train_loss"],
         "lr": latest["learning_rate"],
+        "eval_loss": latest.get("eval_loss"),
     }

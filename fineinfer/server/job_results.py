@@ -21,16 +21,24 @@ _COLUMNS = {
 
 
 def write_result_file(store: Store, job: JobRecord) -> FileRecord:
-    """Write the CSV (OpenAI's columns first) and return its record, which the caller commits."""
+    """Write the CSV (OpenAI's columns first) and return its record, which the caller commits.
+
+    Raises:
+        OSError: It could not be written; nothing is left of it.
+    """
     file_id = new_id("file")
     path = store.file_path(file_id)
-    with path.open("x", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(_COLUMNS)
-        for event in store.jobs.metrics(job.id):
-            writer.writerow([event.data.get(key, "") for key in _COLUMNS.values()])
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with path.open("x", newline="") as out:
+            writer = csv.writer(out)
+            writer.writerow(_COLUMNS)
+            for event in store.jobs.metrics(job.id):
+                writer.writerow([event.data.get(key, "") for key in _COLUMNS.values()])
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     content = path.read_bytes()
     return FileRecord(
         id=file_id,

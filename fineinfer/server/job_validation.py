@@ -17,7 +17,7 @@ from fineinfer.data.packed import SUMMARY_FILE, read_summary
 from fineinfer.data.prepare import EXIT_BAD_FILE, PROBLEMS_FILE, PrepareSettings
 from fineinfer.data.problems import ProblemReport
 from fineinfer.messages import TrainingSettings
-from fineinfer.server.job_creation import TRAINING_FILE
+from fineinfer.server.job_creation import TRAINING_FILE, VALIDATION_FILE
 from fineinfer.server.job_params import JobRequest, data_settings, resolve_settings
 from fineinfer.store import JobRecord, JobStateConflictError, JobStatus, Store
 
@@ -124,6 +124,9 @@ class Validation:
                     model_path=str(path),
                     max_seq_length=self._max_seq_length,
                     data=data_settings(self._request),
+                    validation=None if self._request.validation_file is None else str(folder / VALIDATION_FILE),
+                    validation_split=self._request.hyperparameters.get("validation_split", 0.0),
+                    seed=self._request.seed,
                 )
             )
         )
@@ -163,17 +166,25 @@ class Validation:
                 self._store.jobs.add_event(self.job_id, "warn", warning[0].upper() + warning[1:])
             text = f"Files validated: {summary.examples} examples ({summary.format}), {summary.tokens} tokens, "
             text += f"{summary.trainable_tokens} trained; {summary.skipped} rows left out, {summary.truncated} cut"
-            self._store.jobs.add_event(self.job_id, "info", text, {"problems": summary.problems})
+            data: dict[str, object] = {"problems": summary.problems}
+            if (held := summary.eval) is not None:
+                text += f". To evaluate: {held.examples} examples, {held.trainable_tokens} of {held.tokens} tokens; "
+                text += f"{held.skipped} rows left out, {held.truncated} cut"
+                data["validation_problems"] = held.problems
+            self._store.jobs.add_event(self.job_id, "info", text, data)
 
     def _refuse(self, report: ProblemReport) -> None:
         lines = "; ".join(str(problem) for problem in report.first[:_NAMED_IN_ERROR])
         more = report.total - min(report.total, _NAMED_IN_ERROR)
-        message = f"The training file has {report.total} problem(s): {lines}" + (f"; and {more} more" if more else "")
+        file = report.file.replace("_", " ")
+        where = "" if report.file == "training_file" else f"{file}: "
+        message = f"The {file} has {report.total} problem(s): {lines}" + (f"; and {more} more" if more else "")
         with self._store.db.transaction():
             for problem in report.first:
-                self._store.jobs.add_event(self.job_id, "error", str(problem), msgspec.to_builtins(problem))
+                told = {**msgspec.to_builtins(problem), "file": report.file}
+                self._store.jobs.add_event(self.job_id, "error", where + str(problem), told)
             rows = {"counts": report.counts, "rows": report.rows, "bad_rows": report.bad_rows}
-            self._fail("invalid_training_file", message, "training_file", rows)
+            self._fail(f"invalid_{report.file}", message, report.file, rows)
 
     def _fail(self, code: str, message: str, param: str | None, data: dict[str, object] | None = None) -> None:
         with contextlib.suppress(JobStateConflictError), self._store.db.transaction():

@@ -1,24 +1,25 @@
-"""``/v1/fine_tuning/jobs``: create, list, retrieve, cancel, events, checkpoints."""
+"""``/v1/fine_tuning/jobs``: create, list, retrieve, cancel, pause, resume, checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from fineinfer.server.boundary import owner_of
 from fineinfer.server.errors import ApiError
-from fineinfer.server.job_creation import create_job
-from fineinfer.server.job_object import job_object
+from fineinfer.server.job_creation import check_references, create_job
+from fineinfer.server.job_object import job_not_found, job_object, require_job
 from fineinfer.server.job_params import Limits, parse_job_request
 from fineinfer.server.json_body import read_json
 from fineinfer.server.routes_files import json_response, page_cursor, page_response, unknown_cursor
 from fineinfer.store import (
     CheckpointRecord,
-    EventRecord,
     IdempotencyConflictError,
     JobRecord,
     JobStateConflictError,
@@ -39,36 +40,31 @@ async def create(request: Request) -> Response:
     key = request.headers.get("idempotency-key")
     if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
         raise ApiError(400, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters.")
-    job = await asyncio.to_thread(_create, request.app.state, body, key)
+    job = await asyncio.to_thread(_create, request.app.state, body, key, owner_of(request.scope))
     await request.app.state.engine.notify_store_changed()
     return json_response(job)
 
 
-def _create(state: Any, body: dict[str, Any], key: str | None) -> dict[str, Any]:
+def _create(state: Any, body: dict[str, Any], key: str | None, owner: str) -> dict[str, Any]:
     store: Store = state.store
-    checked = parse_job_request(body, _limits(state))
     digest = hashlib.sha256(msgspec.json.encode(body, order="sorted")).hexdigest()
     try:
-        known = None if key is None else store.jobs.by_idempotency_key(key, digest)
+        known = None if key is None else store.jobs.by_idempotency_key(key, digest, owner)
     except IdempotencyConflictError as error:
         raise _reused_key(error) from error
-    if known is not None:  # its file may be deleted by now
+    if known is not None:  # not checked again: its file may be deleted by now, or the server's limits be others
         return job_object(store, known)
-    file = store.files.get(checked.training_file)
-    if file is None:
-        message = f"training_file: no such file '{checked.training_file[:64]}'."
-        raise ApiError(400, message, param="training_file", code="file_not_found")
-    if file.purpose != "fine-tune":
-        message = f"training_file: the purpose of '{file.id}' is '{file.purpose}', not 'fine-tune'."
-        raise ApiError(400, message, param="training_file", code="invalid_file_purpose")
+    limits = _limits(state)
+    checked = check_references(store, parse_job_request(body, limits), limits)
     try:
-        job = create_job(store, checked, idempotency_key=key, body_sha256=digest)
+        job = create_job(store, checked, idempotency_key=key, body_sha256=digest, owner=owner)
     except IdempotencyConflictError as error:
         raise _reused_key(error) from error
     except NameTakenError as error:
         raise ApiError(400, str(error), param="suffix", code="model_name_taken") from error
     except FileNotFoundError as error:
-        raise ApiError(400, "training_file: deleted.", param="training_file", code="file_not_found") from error
+        message = "training_file or validation_file: deleted meanwhile."
+        raise ApiError(400, message, param="training_file", code="file_not_found") from error
     return job_object(store, job)
 
 
@@ -102,68 +98,49 @@ def list_jobs(request: Request) -> Response:
 @router.get("/v1/fine_tuning/jobs/{job_id}")
 def retrieve(job_id: str, request: Request) -> Response:
     """The job object."""
-    return json_response(job_object(request.app.state.store, _require(request, job_id)))
+    return json_response(job_object(request.app.state.store, require_job(request.app.state.store, job_id)))
 
 
 @router.post("/v1/fine_tuning/jobs/{job_id}/cancel")
 async def cancel(job_id: str, request: Request) -> Response:
     """Cancel a job that has not ended; final at once, whatever it was doing."""
-    store: Store = request.app.state.store
+    return await _act(request, job_id, request.app.state.store.jobs.cancel)
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/pause")
+async def pause(job_id: str, request: Request) -> Response:
+    """Pause a queued job at once; a running one is ``pausing`` until the engine has let go of it."""
+    return await _act(request, job_id, request.app.state.store.jobs.pause)
+
+
+@router.post("/v1/fine_tuning/jobs/{job_id}/resume")
+async def resume(job_id: str, request: Request) -> Response:
+    """Queue a paused job again; it goes on from its newest checkpoint when its turn comes."""
+    return await _act(request, job_id, request.app.state.store.jobs.resume)
+
+
+async def _act(request: Request, job_id: str, action: Callable[[str], JobRecord]) -> Response:
     try:
-        job = await asyncio.to_thread(store.jobs.cancel, job_id)
+        job = await asyncio.to_thread(action, job_id)
     except LookupError as error:
-        raise _not_found(job_id) from error
+        raise job_not_found(job_id) from error
     except JobStateConflictError as error:
         raise ApiError(400, str(error), code="job_state_conflict", should_retry=False) from error
     await request.app.state.engine.notify_store_changed()
-    return json_response(job_object(store, job))
-
-
-@router.post("/v1/fine_tuning/jobs/{job_id}/{action}")
-def other_action(job_id: str, action: str, request: Request) -> Response:
-    """``pause`` and ``resume`` are known to the SDK and not implemented here."""
-    if action not in ("pause", "resume"):
-        raise ApiError(404, "Not Found", code="not_found")
-    _require(request, job_id)
-    raise ApiError(400, f"'{action}' is not supported yet.", code="unsupported_operation", should_retry=False)
-
-
-@router.get("/v1/fine_tuning/jobs/{job_id}/events")
-def events(job_id: str, request: Request) -> Response:
-    """One page of the job's events, newest first."""
-    store: Store = request.app.state.store
-    job = _require(request, job_id)
-    after, limit = page_cursor(request, 20)
-    try:
-        found, more = store.jobs.events(job.id, after=after, limit=limit)
-    except UnknownCursorError as error:
-        raise unknown_cursor(error) from error
-    return page_response([_event_object(event) for event in found], more)
+    return json_response(job_object(request.app.state.store, job))
 
 
 @router.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
 def checkpoints(job_id: str, request: Request) -> Response:
     """One page of the job's checkpoints, newest first."""
     store: Store = request.app.state.store
-    job = _require(request, job_id)
+    job = require_job(request.app.state.store, job_id)
     after, limit = page_cursor(request, 10)
     try:
         found, more = store.jobs.checkpoints(job.id, after=after, limit=limit)
     except UnknownCursorError as error:
         raise unknown_cursor(error) from error
     return page_response([_checkpoint_object(checkpoint) for checkpoint in found], more)
-
-
-def _event_object(event: EventRecord) -> dict[str, Any]:
-    return {
-        "id": event.id,
-        "object": "fine_tuning.job.event",
-        "created_at": event.created_at,
-        "level": event.level,
-        "message": event.message,
-        "type": event.type,
-        "data": event.data,
-    }
 
 
 def _checkpoint_object(checkpoint: CheckpointRecord) -> dict[str, Any]:
@@ -177,16 +154,3 @@ def _checkpoint_object(checkpoint: CheckpointRecord) -> dict[str, Any]:
         "metrics": checkpoint.metrics,
         "adapter_version": checkpoint.version,
     }
-
-
-def _require(request: Request, job_id: str) -> JobRecord:
-    job = request.app.state.store.jobs.get(job_id)
-    if not isinstance(job, JobRecord):
-        raise _not_found(job_id)
-    return job
-
-
-def _not_found(job_id: str) -> ApiError:
-    return ApiError(
-        404, f"Could not find fine-tuning job: {job_id[:64]}", param="fine_tuning_job_id", code="job_not_found"
-    )

@@ -13,6 +13,7 @@ from fineinfer.messages import EngineStats
 from fineinfer.server.errors import ApiError
 from fineinfer.server.generation import services
 from fineinfer.server.json_body import read_json
+from fineinfer.server.routes_adapters import require_admin
 
 router = APIRouter()
 ANSWER_S, POLL_S = 5.0, 0.05  # the engine sends its numbers every second
@@ -39,6 +40,7 @@ async def set_memory(request: Request) -> dict[str, Any]:
     Raises:
         ApiError: 400 below what weights, workspace, adapters and the smallest pool need; 503 no answer in time.
     """
+    require_admin(request)
     body = await read_json(request, MemoryRequest)
     engine = services(request).engine
     least = engine.require_info().memory_plan["budget_min"]

@@ -24,7 +24,7 @@ class EventStream(Response):
     """Sends each item as ``data: {json}``, an error in the middle as ``data: {"error": ...}``, then ``data: [DONE]``.
 
     Args:
-        items: What to send; closed when the client leaves or reads nothing for 30 s.
+        items: What to send; closed when the client leaves or reads nothing for 30 s. Bytes go out as they are.
         on_close: Called exactly once at the end, however it comes.
     """
 
@@ -52,7 +52,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for item in self._items:
-                await self._send_event(send, b"data: " + msgspec.json.encode(item) + b"\n\n")
+                raw = isinstance(item, bytes)
+                await self._send_event(send, item if raw else b"data: " + msgspec.json.encode(item) + b"\n\n")
         except (TimeoutError, OSError):
             return  # the reader is gone or stalled
         except Exception as error:  # the status line is out: the error can only travel in the stream

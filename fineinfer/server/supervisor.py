@@ -19,6 +19,7 @@ from fineinfer.config import Config
 from fineinfer.engine.settings import engine_settings
 from fineinfer.ipc import AsyncDealer, AsyncRouter, ProtocolError
 from fineinfer.messages import (
+    AdapterRejected,
     Drain,
     Drained,
     EngineDown,
@@ -40,6 +41,8 @@ from fineinfer.server.api_process import ApiSettings
 from fineinfer.server.child import Child
 from fineinfer.server.engine_health import EngineHealth
 from fineinfer.server.job_manager import JobManager, JobSettings, LocalJobError
+from fineinfer.server.job_trackers import JobTrackers
+from fineinfer.server.lora_modules import LoraModules
 from fineinfer.server.start_checks import StartError, listening_socket, runtime_dir, state_lock
 from fineinfer.server.status_line import StatusLine, print_banner
 from fineinfer.store import Store, StoreError
@@ -101,7 +104,12 @@ class Supervisor:
             defaults=TrainingSettings(seed=config.model.seed),
         )
         store, state_dir = Store(config.server.state_dir), config.server.state_dir
+        store.remove_unknown_adapters()
+        store.set_meta("model", [config.model.model, config.model.revision])  # what `models export --merge` merges into
+        self._lora_modules = LoraModules(store, self._base_model(), config.adapters.lora_modules)
         self._jobs = JobManager(store, state_dir, job_settings, self._send_to_engine)
+        self._trackers = JobTrackers(store, config.server.allow_outbound)
+        self._jobs.reports.watchers.append(self._trackers.see)
         self._health = EngineHealth()
         self._was_ready = False
 
@@ -168,6 +176,7 @@ class Supervisor:
             await asyncio.sleep(0.2)  # last outputs of the drained engine reach the clients
         await self._close_link()
         await self.kill_all()
+        await asyncio.to_thread(self._trackers.close)
         return 0
 
     async def kill_all(self) -> None:
@@ -223,6 +232,10 @@ class Supervisor:
             revision=self._config.model.revision,
             served_model_name=self._base_model(),
             api_keys=list(server.api_key),
+            admin_api_keys=list(server.admin_api_key),
+            adapter_root=None
+            if self._config.adapters.adapter_root is None
+            else str(self._config.adapters.adapter_root),
             metrics_prefix=server.metrics_prefix,
             max_file_bytes=server.max_file_size,
             files_quota_bytes=server.files_quota,
@@ -358,6 +371,8 @@ class Supervisor:
                 self._health.longest_slice_s = max(message.slice_times_ms.values(), default=0.0) / 1e3
                 status.update(message)
             elif not isinstance(message, (Pong, Drained)):
+                if isinstance(message, AdapterRejected):
+                    self._lora_modules.on_rejected(message)
                 await self._jobs.on_engine_message(message)
 
     async def _engine_ready(self, info: EngineInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from fineinfer.store.adapters import AdapterStore
 from fineinfer.store.database import Database, StoreError, UnknownCursorError
 from fineinfer.store.files import FileStore
-from fineinfer.store.jobs import IdempotencyConflictError, JobStore
+from fineinfer.store.jobs import TRAINING, IdempotencyConflictError, JobStore
 from fineinfer.store.records import (
     TERMINAL,
     AdapterRecord,
@@ -28,6 +29,7 @@ from fineinfer.store.records import (
 
 __all__ = [
     "TERMINAL",
+    "TRAINING",
     "AdapterRecord",
     "CheckpointRecord",
     "EventRecord",
@@ -73,10 +75,27 @@ class Store:
         return self.state_dir / "files" / file_id
 
     def remove_unknown_files(self) -> None:
-        """Remove bytes that no record names: a crash between upload and record. Call before uploads are possible."""
+        """Remove bytes and job folders that no record names: a crash before the record. Call before requests come."""
         for path in (self.state_dir / "files").iterdir():
             if self.db.first("SELECT 1 FROM files WHERE id = ?", path.name) is None:
                 path.unlink()
+        for path in (self.state_dir / "jobs").iterdir():
+            if self.jobs.get(path.name) is None:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def needs_adapter(self, version: str) -> bool:
+        """Whether a name has this adapter version, or a live job begins with it."""
+        begun = "SELECT 1 FROM jobs WHERE finished_at IS NULL AND instr(request, ?) LIMIT 1"
+        return self.adapters.is_used(version) or self.db.first(begun, version) is not None
+
+    def remove_unknown_adapters(self) -> None:
+        """Remove folders of adapters that nobody needs. Call before anything is served.
+
+        Requests may still need the folder of an adapter that was deleted, so deleting one does not remove it.
+        """
+        for path in (self.state_dir / "adapters").iterdir():
+            if not self.needs_adapter(path.name):
+                shutil.rmtree(path, ignore_errors=True)
 
     def job_dir(self, job_id: str) -> Path:
         """The folder of a job; ``job_id`` must come from a JobRecord."""

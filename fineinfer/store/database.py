@@ -134,6 +134,11 @@ class Database:
         """A number that changes whenever another connection (process) committed something."""
         return int(self.one("PRAGMA data_version")[0])
 
+    def change_mark(self) -> tuple[int, int]:
+        """As ``data_version``, but changes with commits of this connection too."""
+        with self._lock:
+            return self.data_version(), self._connection.total_changes
+
     def close(self) -> None:
         """Close the connection."""
         with self._lock:

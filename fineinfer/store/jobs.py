@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from fineinfer.store.database import Database, select_page
+from fineinfer.store.job_queue import fair_order, next_turn
 from fineinfer.store.records import (
     TERMINAL,
     TRANSITIONS,
@@ -48,12 +49,11 @@ class JobStore:
         """
         with self._db.transaction():
             if idempotency_key is not None:
-                known = self.by_idempotency_key(idempotency_key, body_sha256)
+                known = self.by_idempotency_key(idempotency_key, body_sha256, record.owner)
                 if known is not None:
                     return known
-                self._db.execute(
-                    "INSERT INTO idempotency VALUES (?,?,?,?)", idempotency_key, body_sha256, record.id, now()
-                )
+                scoped = _scoped(idempotency_key, record.owner)
+                self._db.execute("INSERT INTO idempotency VALUES (?,?,?,?)", scoped, body_sha256, record.id, now())
             self._check_name_free(record.name)
             values: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
             values.update({name: _dump(values[name]) for name in _JSON_COLUMNS}, status=record.status.value)
@@ -62,13 +62,13 @@ class JobStore:
             self.add_event(record.id, "info", f"Created fine-tuning job: {record.id}")
         return record
 
-    def by_idempotency_key(self, key: str, body_sha256: str) -> JobRecord | None:
-        """The job made with this key before, or None.
+    def by_idempotency_key(self, key: str, body_sha256: str, owner: str = "") -> JobRecord | None:
+        """The job that this owner made with this key before, or None.
 
         Raises:
             IdempotencyConflictError: The key was used with another body.
         """
-        seen = self._db.first("SELECT * FROM idempotency WHERE key = ?", key)
+        seen = self._db.first("SELECT * FROM idempotency WHERE key = ?", _scoped(key, owner))
         if seen is None:
             return None
         if seen["body_sha256"] != body_sha256:
@@ -121,6 +121,8 @@ class JobStore:
             raise JobStateConflictError(f"Job {job.id} changed meanwhile.")
         return self.require(job.id)
 
+    # ------------------------------------------------------------ what users ask for
+
     def cancel(self, job_id: str) -> JobRecord:
         """Cancel a job that has not ended, whatever it is doing; of two ends the first one counts.
 
@@ -128,31 +130,117 @@ class JobStore:
             LookupError: There is no such job.
             JobStateConflictError: The job has ended already.
         """
+        return self._act(job_id, "cancelled", _CANCEL)
+
+    def pause(self, job_id: str) -> JobRecord:
+        """Take a queued job out of the queue, or let the engine stop a running one, which takes a moment.
+
+        Raises:
+            LookupError: There is no such job.
+            JobStateConflictError: The job is neither queued nor running.
+        """
+        return self._act(job_id, "paused", _PAUSE)
+
+    def resume(self, job_id: str) -> JobRecord:
+        """Queue a paused job again; it goes on from its newest checkpoint.
+
+        Raises:
+            LookupError: There is no such job.
+            JobStateConflictError: The job is not paused.
+        """
+        return self._act(job_id, "resumed", _RESUME, num_engine_deaths=0)  # a new chance
+
+    def _act(self, job_id: str, done: str, moves: dict[JobStatus, tuple[JobStatus, str]], **fields: Any) -> JobRecord:
         with self._db.transaction():
             job = self.require(job_id)
-            if job.status in TERMINAL:
-                raise JobStateConflictError(f"Job {job_id} has already {_ENDED[job.status]} and cannot be cancelled.")
-            job = self.transition(job, JobStatus.CANCELLED)
-            self.add_event(job_id, "info", "The job has been cancelled")
+            if job.status not in moves:
+                raise JobStateConflictError(f"Job {job_id} {_DOING[job.status]} and cannot be {done}.")
+            to, message = moves[job.status]
+            job = self.transition(job, to, **fields)
+            self.add_event(job_id, "info", message)
         return job
 
-    def record_progress(self, job_id: str, step: int, data: dict[str, Any], trained_tokens: int) -> bool:
-        """Store the metrics of one update, keyed by (job, step): a replayed step overwrites. False if not running."""
+    # ------------------------------------------------------------ queue
+
+    def queue(self) -> list[str]:
+        """Ids of the queued jobs in the order in which they will start, see ``fair_order``."""
+        rows = self._db.rows("SELECT id, owner, priority FROM jobs WHERE status = 'queued' ORDER BY seq")
+        return fair_order([(row["id"], row["owner"], row["priority"]) for row in rows], self._turns())
+
+    def start_next(self) -> JobRecord | None:
+        """Move the first job of the queue to ``running``; None if there is none."""
         with self._db.transaction():
-            changed = self._db.execute(
-                "UPDATE jobs SET progress = ?, trained_tokens = ?, num_engine_deaths = 0 "
-                "WHERE id = ? AND status = 'running'",
-                to_json(data), trained_tokens, job_id,
+            queue = self.queue()
+            if not queue:
+                return None
+            job = self.transition(self.require(queue[0]), JobStatus.RUNNING)
+            turn = next_turn(self._turns())
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", _TURN + job.owner, str(turn))
+        return job
+
+    def _turns(self) -> dict[str, int]:
+        """When each owner's last job started, counted in starts."""
+        rows = self._db.rows("SELECT key, value FROM meta WHERE key GLOB ?", _TURN + "*")
+        return {row["key"].removeprefix(_TURN): int(row["value"]) for row in rows}
+
+    def queue_position(self, job: JobRecord) -> int | None:
+        """1 for the queued job that runs next; None for a job that is not queued."""
+        queue = self.queue() if job.status is JobStatus.QUEUED else []
+        return queue.index(job.id) + 1 if job.id in queue else None
+
+    # ------------------------------------------------------------ what the engine reports
+
+    def record_progress(self, job_id: str, step: int, data: dict[str, Any], trained_tokens: int) -> bool:
+        """Store the metrics of one update, keyed by (job, step): a replayed step overwrites. False if not training."""
+        with self._db.transaction():
+            job = self.get(job_id)
+            if job is None or job.status not in TRAINING:
+                return False
+            shown = {key: value for key, value in (job.progress or {}).items() if key in _KEPT_PROGRESS} | data
+            self._db.execute(
+                "UPDATE jobs SET progress = ?, trained_tokens = ?, num_engine_deaths = 0 WHERE id = ?",
+                to_json(shown), trained_tokens, job_id,
             )  # fmt: skip
-            if changed:
-                message = f"Step {step}/{data['total_steps']}: training loss={data['train_loss']:.4f}"
-                self._db.execute(
-                    "INSERT INTO events (id, job_id, created_at, level, type, message, data, step) "
-                    "VALUES (?,?,?,'info','metrics',?,?,?) ON CONFLICT (job_id, step) WHERE step IS NOT NULL "
-                    "DO UPDATE SET message = excluded.message, data = excluded.data, created_at = excluded.created_at",
-                    new_id("ftevent"), job_id, now(), message, to_json(data), step,
-                )  # fmt: skip
-        return changed == 1
+            evaluated = {key: value for key, value in self.metrics_of(job_id, step).items() if key in _EVALUATED}
+            self._put_metrics(job_id, step, data | evaluated)
+        return True
+
+    def record_eval(self, job_id: str, step: int, loss: float, accuracy: float, best: bool) -> bool:
+        """Add an evaluation to the metrics of its step; a replayed one changes nothing. False if not training."""
+        with self._db.transaction():
+            job = self.get(job_id)
+            if job is None or job.status not in TRAINING:
+                return False
+            before = self.metrics_of(job_id, step)
+            found = {"valid_loss": loss, "valid_mean_token_accuracy": accuracy}
+            self._put_metrics(job_id, step, {"step": step} | before | found)
+            if job.progress is not None:
+                shown = {"eval_step": step, "eval_loss": loss, "eval_mean_token_accuracy": accuracy}
+                self._db.execute("UPDATE jobs SET progress = ? WHERE id = ?", to_json(job.progress | shown), job_id)
+            if "valid_loss" not in before:  # those who follow the events saw the step's metrics without it
+                text = f"Evaluation at step {step}: loss={loss:.4f}, token accuracy={accuracy:.4f}"
+                self.add_event(job_id, "info", text + (", the best so far" if best else ""), {"step": step} | found)
+        return True
+
+    def metrics_of(self, job_id: str, step: int) -> dict[str, Any]:
+        """The metrics of one update, empty if there are none."""
+        row = self._db.first("SELECT data FROM events WHERE job_id = ? AND step = ?", job_id, step)
+        return {} if row is None else msgspec.json.decode(row["data"], type=dict[str, Any])
+
+    def checkpoint_losses(self, job_id: str) -> dict[int, float]:
+        """Evaluation loss by step, of the checkpoints that have one."""
+        sql = "SELECT step, metrics ->> '$.valid_loss' AS loss FROM checkpoints WHERE job_id = ? ORDER BY step"
+        return {row["step"]: row["loss"] for row in self._db.rows(sql, job_id) if row["loss"] is not None}
+
+    def _put_metrics(self, job_id: str, step: int, data: dict[str, Any]) -> None:
+        parts = [f"{words}={data[key]:.4f}" for key, words in _LOSSES.items() if data.get(key) is not None]
+        message = f"Step {step}/{data.get('total_steps', '?')}: {', '.join(parts)}"
+        self._db.execute(
+            "INSERT INTO events (id, job_id, created_at, level, type, message, data, step) "
+            "VALUES (?,?,?,'info','metrics',?,?,?) ON CONFLICT (job_id, step) WHERE step IS NOT NULL "
+            "DO UPDATE SET message = excluded.message, data = excluded.data, created_at = excluded.created_at",
+            new_id("ftevent"), job_id, now(), message, to_json(data), step,
+        )  # fmt: skip
 
     def record_usage(self, job_id: str, device_s: float) -> None:
         """Store how much device time a job has used in all; an older, smaller number changes nothing."""
@@ -190,12 +278,7 @@ class JobStore:
         row = self._db.first("SELECT * FROM jobs WHERE local_key = ? ORDER BY seq DESC LIMIT 1", key)
         return _job(row) if row else None
 
-    def queue_position(self, job: JobRecord) -> int | None:
-        """1 for the queued job that runs next; None for a job that is not queued."""
-        if job.status is not JobStatus.QUEUED:
-            return None
-        ahead = "SELECT count(*) FROM jobs WHERE status = 'queued' AND seq <= (SELECT seq FROM jobs WHERE id = ?)"
-        return int(self._db.one(ahead, job.id)[0])
+    # ------------------------------------------------------------ lists
 
     def page(
         self, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
@@ -213,19 +296,26 @@ class JobStore:
         rows, more = select_page(self._db, "jobs", where, args, (after, limit, True))
         return [_job(row) for row in rows], more
 
-    def events(self, job_id: str, *, after: str | None = None, limit: int = 20) -> tuple[list[EventRecord], bool]:
-        """One page of a job's events, newest first, and whether more follow.
+    def events(
+        self, job_id: str, *, after: str | None = None, limit: int = 20, newest_first: bool = True
+    ) -> tuple[list[EventRecord], bool]:
+        """One page of a job's events and whether more follow.
 
         Raises:
             UnknownCursorError: ``after`` is not an event's id.
         """
-        rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, True))
+        rows, more = select_page(self._db, "events", "job_id = ?", [job_id], (after, limit, newest_first))
         return [_typed(row, EventRecord, ("data",)) for row in rows], more
 
     def metrics(self, job_id: str) -> list[EventRecord]:
         """The metrics of every step, in step order."""
         sql = "SELECT * FROM events WHERE job_id = ? AND step IS NOT NULL ORDER BY step"
         return [_typed(row, EventRecord, ("data",)) for row in self._db.rows(sql, job_id)]
+
+    def checkpoint(self, checkpoint_id: str) -> CheckpointRecord | None:
+        """The checkpoint with this id, or None."""
+        row = self._db.first("SELECT * FROM checkpoints WHERE id = ?", checkpoint_id)
+        return _typed(row, CheckpointRecord, ("metrics",)) if row else None
 
     def checkpoints(
         self, job_id: str, *, after: str | None = None, limit: int = 10
@@ -239,7 +329,36 @@ class JobStore:
         return [_typed(row, CheckpointRecord, ("metrics",)) for row in rows], more
 
 
-_ENDED = {JobStatus.SUCCEEDED: "succeeded", JobStatus.FAILED: "failed", JobStatus.CANCELLED: "been cancelled"}
+TRAINING = frozenset({JobStatus.RUNNING, JobStatus.PAUSING})  # what the engine reports of these counts
+_TURN = "turn:"  # keys of ``meta``: when an owner's last job started
+_EVALUATED = ("valid_loss", "valid_mean_token_accuracy")
+_KEPT_PROGRESS = ("eval_step", "eval_loss", "eval_mean_token_accuracy")  # of the latest evaluation, until the next
+_LOSSES = {"train_loss": "training loss", "valid_loss": "validation loss"}
+_DOING = {
+    JobStatus.VALIDATING: "is validating its files",
+    JobStatus.QUEUED: "is queued",
+    JobStatus.RUNNING: "is running",
+    JobStatus.PAUSING: "is pausing",
+    JobStatus.PAUSED: "is paused",
+    JobStatus.FINALIZING: "is finalizing",
+    JobStatus.SUCCEEDED: "has already succeeded",
+    JobStatus.FAILED: "has already failed",
+    JobStatus.CANCELLED: "has already been cancelled",
+}
+# what users may ask for: status -> (next status, event)
+_CANCEL = {
+    status: (JobStatus.CANCELLED, "The job has been cancelled") for status in JobStatus if status not in TERMINAL
+}
+_PAUSE = {
+    JobStatus.QUEUED: (JobStatus.PAUSED, "The job has been paused"),
+    JobStatus.RUNNING: (JobStatus.PAUSING, "The job is being paused"),
+}
+_RESUME = {JobStatus.PAUSED: (JobStatus.QUEUED, "The job has been resumed and is queued")}
+
+
+def _scoped(key: str, owner: str) -> str:
+    """One owner's key; a line break cannot be in a header, so no key of another can be the same text."""
+    return f"{owner}\n{key}" if owner else key
 
 
 def _dump(value: Any) -> str | None:

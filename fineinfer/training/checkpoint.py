@@ -7,6 +7,7 @@ temporary folder, write, fsync each file, rename, fsync the parent, read back an
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -46,10 +47,17 @@ class Moments(Protocol):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint could not be written (disk full, for example); the state in memory is unchanged, so try again."""
+    """A checkpoint could not be written; the state in memory is unchanged, so try again."""
+
+    def __init__(self, message: str, code: str = "checkpoint_failed") -> None:
+        super().__init__(message, code)
+
+
+class DiskFullError(CheckpointError):
+    """There is no room on the disk: the job pauses until somebody has made room and resumes it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, "checkpoint_failed")
+        super().__init__(message, "disk_full")
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ def checkpoint_folder(job_dir: Path, step: int) -> Path:
 def write_checkpoint(
     job_dir: Path, weights: LoraWeights, lora: LoraSpec, moments: Moments, trainer_state: dict[str, Any]
 ) -> None:
-    """Write, verify, then remove all but the newest ``NUM_KEPT`` checkpoints.
+    """Write, verify, then remove all but the newest ``NUM_KEPT`` whole checkpoints.
 
     Args:
         job_dir: Folder of the job.
@@ -81,7 +89,8 @@ def write_checkpoint(
         trainer_state: JSON object with ``step`` and ``base_model``, besides what the trainer wants back.
 
     Raises:
-        CheckpointError: Nothing was added and nothing was removed.
+        DiskFullError: The disk or the quota is full; nothing was added and no whole checkpoint was removed.
+        CheckpointError: Likewise, for another reason.
     """
     target = checkpoint_folder(job_dir, trainer_state["step"])
     root = target.parent
@@ -97,10 +106,24 @@ def write_checkpoint(
 
     try:
         _publish(root, target, fill)
-        _verify(target)
+        try:
+            _verify(target)
+        except (OSError, ValueError):
+            _remove(target)  # it must not be taken for one of those that are kept
+            raise
         _remove_old(root)
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {target.name} was not written: {error}") from error
+        raise _failure(f"checkpoint {target.name} was not written", error) from error
+
+
+def newest_step(job_dir: Path) -> int:
+    """Step of the newest checkpoint, whole or not; 0 if there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in _folders(job_dir / "checkpoints")), default=0)
+
+
+def num_checkpoints(job_dir: Path) -> int:
+    """How many there are, whole or not."""
+    return len(_folders(job_dir / "checkpoints"))
 
 
 def read_newest(job_dir: Path, weights_shape: Any, max_rank: int) -> SavedState | None:
@@ -109,7 +132,7 @@ def read_newest(job_dir: Path, weights_shape: Any, max_rank: int) -> SavedState 
     Args:
         job_dir: Folder of the job.
         weights_shape: The model's spec.
-        max_rank: Rank of the job's adapter.
+        max_rank: Largest rank of the job's adapter.
     """
     for directory in sorted(_folders(job_dir / "checkpoints"), reverse=True):
         try:
@@ -129,7 +152,8 @@ def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
         (version, folder).
 
     Raises:
-        CheckpointError: The copy failed; no version was added.
+        DiskFullError: The disk or the quota is full; no version was added.
+        CheckpointError: The copy failed for another reason; no version was added.
     """
     version = content_hash(checkpoint)
     target = adapters_dir / version
@@ -145,13 +169,22 @@ def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
         if content_hash(target) != version:
             raise CheckpointError(f"adapter {version} does not read back as written")
     except (OSError, AdapterError) as error:
-        raise CheckpointError(f"adapter {version} was not published: {error}") from error
+        raise _failure(f"adapter {version} was not published", error) from error
     return version, target
+
+
+def _failure(what: str, error: Exception) -> CheckpointError:
+    code, message = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)  # without the path
+    if told := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors has the number in its message only
+        code = int(told[1])
+    kind = DiskFullError if code in (errno.ENOSPC, errno.EDQUOT) else CheckpointError
+    return kind(f"{what}: {message or error}")
 
 
 def _publish(root: Path, target: Path, fill: Callable[[Path], None]) -> None:
     """Make ``target`` appear at once and durable, with the files that ``fill`` writes."""
     root.mkdir(parents=True, exist_ok=True)
+    _fsync(root.parent)
     for leftover in root.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover)
     temporary = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -201,8 +234,21 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _remove_old(root: Path) -> None:
-    """Keep the newest ``NUM_KEPT``. Called only after the newest was verified."""
-    for directory in sorted(_folders(root), reverse=True)[NUM_KEPT:]:
-        doomed = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        os.rename(directory, doomed)  # so that a crash leaves no half of a checkpoint under its name
-        shutil.rmtree(doomed)
+    """Keep the newest ``NUM_KEPT`` that are whole: what the disk has damaged since counts for nothing."""
+    num_whole = 0
+    for directory in sorted(_folders(root), reverse=True):
+        if num_whole < NUM_KEPT:
+            try:
+                _verify(directory)
+                num_whole += 1
+                continue
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("checkpoint %s is damaged and is removed: %s", directory.name, error)
+        _remove(directory)
+
+
+def _remove(directory: Path) -> None:
+    doomed = directory.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+    os.rename(directory, doomed)  # so that a crash leaves no half of a checkpoint under its name
+    _fsync(directory.parent)
+    shutil.rmtree(doomed)

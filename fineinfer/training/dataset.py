@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from fineinfer.hashing import file_sha256
 from fineinfer.messages import TrainingSettings
+from fineinfer.training.dropout import row_keys
 from fineinfer.training.errors import TrainingError
+from fineinfer.training.hashes import splitmix64
 
 _CHECK_CHUNK_TOKENS = 1 << 20
 
@@ -33,6 +35,7 @@ class MicroBatch:
         target_rows: [num_targets] int64: rows whose next token is trained.
         target_ids: [num_targets] int64: those next tokens.
         target_bounds: Where the targets of each sequence end: 0, those of the first, ..., num_targets.
+        dropout_keys: [num_tokens] int32 of ``dropout.row_keys``; None: nothing is dropped.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +45,7 @@ class MicroBatch:
     target_rows: torch.Tensor
     target_ids: torch.Tensor
     target_bounds: list[int]
+    dropout_keys: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -62,16 +66,18 @@ class MicroBatch:
         first = max(1, fitting)
         if first >= len(self.cu_seqlens) - 1:
             return [self]
-        cut, target = self.cu_seqlens[first], self.target_bounds[first]
+        cut, target, keys = self.cu_seqlens[first], self.target_bounds[first], self.dropout_keys
         return [
             MicroBatch(
                 self.input_ids[:cut], self.positions[:cut], self.rope_lengths[:cut], self.cu_seqlens[: first + 1],
                 self.target_rows[:target], self.target_ids[:target], self.target_bounds[: first + 1],
+                None if keys is None else keys[:cut],
             ),
             MicroBatch(
                 self.input_ids[cut:], self.positions[cut:], self.rope_lengths[cut:],
                 [end - cut for end in self.cu_seqlens[first:]], self.target_rows[target:] - cut,
                 self.target_ids[target:], [end - target for end in self.target_bounds[first:]],
+                None if keys is None else keys[cut:],
             ),
         ]  # fmt: skip
 
@@ -108,7 +114,7 @@ class PackedDataset:
             raise TrainingError(f"{path.name}: tensor sizes {sizes} do not fit the offsets", "dataset_unreadable")
         counts = np.add.reduceat(mask != 0, offsets[:-1], dtype=np.int64) - (mask[offsets[:-1]] != 0)
         self._offsets = offsets
-        self._examples = np.flatnonzero(counts > 0)
+        self._examples, self._num_targets = np.flatnonzero(counts > 0), counts
         self.num_skipped = len(counts) - len(self._examples)
         if not len(self._examples):
             raise TrainingError(f"{path.name}: no example has a trained token", "no_trained_tokens")
@@ -120,6 +126,15 @@ class PackedDataset:
             chunk = ids[start : min(start + _CHECK_CHUNK_TOKENS, total)]
             if chunk.min() < 0 or chunk.max() >= vocab_size:
                 raise TrainingError(f"the data has token ids outside 0 to {vocab_size - 1}", "dataset_unreadable")
+
+    @property
+    def examples(self) -> list[int]:
+        """Numbers of the examples that have at least one trained token, in the order of the file."""
+        return list(map(int, self._examples))
+
+    def num_targets(self, example: int) -> int:
+        """Trained tokens of one example."""
+        return int(self._num_targets[example])
 
     @property
     def num_examples(self) -> int:
@@ -141,12 +156,29 @@ class PackedDataset:
         Sorted by a hash of (seed, epoch, example) (splitmix64), so no library's random stream decides it.
         """
         state = np.array([seed & (2**64 - 1), epoch], dtype=np.uint64)
-        key = _splitmix64(_splitmix64(state[:1]) ^ state[1:])
-        return self._examples[np.argsort(_splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
+        key = splitmix64(splitmix64(state[:1]) ^ state[1:])
+        return self._examples[np.argsort(splitmix64(self._examples.astype(np.uint64) ^ key), kind="stable")]
 
-    def micro_batch(self, examples: Sequence[int], device: torch.device) -> MicroBatch:
-        """Read whole examples into one flat micro-batch."""
-        ids, masks, positions, lengths = [], [], [], []
+    def pack(self, examples: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Best-fit decreasing into bins of ``max_tokens``; a longer example has a bin of its own."""
+        bins: list[list[int]] = []
+        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
+        for place in sorted(range(len(examples)), key=lambda p: (-self.length(examples[p]), p)):
+            length = self.length(examples[place])
+            fitting = bisect_left(free, (length,))
+            if fitting == len(free):
+                free.append((max_tokens, len(bins)))
+                bins.append([])
+            room, best = free.pop(fitting)
+            bins[best].append(place)
+            insort(free, (room - length, best))
+        return [[examples[place] for place in sorted(places)] for places in bins]
+
+    def micro_batch(
+        self, examples: Sequence[int], device: torch.device, dropout: tuple[int, int] | None = None
+    ) -> MicroBatch:
+        """Read whole examples into one flat micro-batch; ``dropout``: (seed, update) of its keys."""
+        ids, masks, positions, lengths, keys = [], [], [], [], []
         for example in examples:
             start, end = int(self._offsets[example]), int(self._offsets[example + 1])
             mask = self._file.get_slice("loss_mask")[start:end] != 0
@@ -155,6 +187,8 @@ class PackedDataset:
             masks.append(mask)
             positions.append(np.arange(end - start))
             lengths.append(end - start)
+            if dropout is not None:
+                keys.append(row_keys(*dropout, example, end - start))
         all_ids = torch.from_numpy(np.concatenate(ids).astype(np.int64))
         targets = torch.from_numpy(np.flatnonzero(np.concatenate(masks)))
 
@@ -170,6 +204,7 @@ class PackedDataset:
             target_rows=move(targets - 1),
             target_ids=move(all_ids[targets]),
             target_bounds=[0, *np.cumsum([mask.sum() for mask in masks]).tolist()],
+            dropout_keys=move(torch.from_numpy(np.concatenate(keys))) if keys else None,
         )
 
 
@@ -197,11 +232,16 @@ class Schedule:
         most = sum(longest)
         return most if accumulation else min(most, max(longest[0], settings.micro_batch_tokens))
 
+    def longest(self) -> list[int]:
+        """Lengths of the longest examples, as many as an update has, longest first."""
+        return self._dataset.longest(self._settings.batch_size)
+
     def load(self, step: int, device: torch.device) -> list[MicroBatch]:
         """The micro-batches of update ``step`` (from 0) on a device; none past the last update."""
         if step >= self.total_steps:
             return []
-        return [self._dataset.micro_batch(examples, device) for examples in self.micro_batches(step)]
+        dropout = (self._settings.seed, step) if self._settings.lora.lora_dropout > 0 else None
+        return [self._dataset.micro_batch(examples, device, dropout) for examples in self.micro_batches(step)]
 
     def micro_batches(self, step: int) -> list[list[int]]:
         """Example numbers of each micro-batch of update ``step`` (from 0)."""
@@ -214,27 +254,4 @@ class Schedule:
         if settings.gradient_accumulation_steps > 0:
             parts = np.array_split(np.array(examples), min(settings.gradient_accumulation_steps, len(examples)))
             return [part.tolist() for part in parts]
-        return self._pack(examples)
-
-    def _pack(self, examples: list[int]) -> list[list[int]]:
-        """Best-fit decreasing into bins of ``micro_batch_tokens``; a longer example has a bin of its own."""
-        bins: list[list[int]] = []
-        free: list[tuple[int, int]] = []  # (room, bin), sorted; room is below 1 where nothing fits
-        for place in sorted(range(len(examples)), key=lambda p: (-self._dataset.length(examples[p]), p)):
-            length = self._dataset.length(examples[place])
-            fitting = bisect_left(free, (length,))
-            if fitting == len(free):
-                free.append((self._settings.micro_batch_tokens, len(bins)))
-                bins.append([])
-            room, best = free.pop(fitting)
-            bins[best].append(place)
-            insort(free, (room - length, best))
-        return [[examples[place] for place in sorted(places)] for places in bins]
-
-
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """The mixing function of Steele, Lea and Flood 2014, on uint64 (arithmetic wraps)."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+        return self._dataset.pack(examples, settings.micro_batch_tokens)

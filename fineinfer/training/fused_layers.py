@@ -16,9 +16,17 @@ import torch.nn.functional as F
 from fineinfer.kernels.reference_training import Expansion
 from fineinfer.model.decoder import Decoder, DecoderLayer
 from fineinfer.training.attention import attention_backward, attention_forward
+from fineinfer.training.dropout import Dropout
 from fineinfer.training.layers import AutogradLayers, LayerPass, Segments
 from fineinfer.training.ops import TrainingOps
-from fineinfer.training.projection import AdaptedBlock, TrainingProjection, add_product
+from fineinfer.training.projection import (
+    AdaptedBlock,
+    TrainingProjection,
+    add_grad_a,
+    add_product,
+    expand_grad,
+    shrink,
+)
 
 
 class Saved(NamedTuple):
@@ -66,22 +74,26 @@ class FusedLayers:
         """See LayerPass."""
         saved, h = self._upto_activation(layer, x, segments)
         stream = saved.stream.clone() if keep else saved.stream
-        y, xa = self._linear(layer, "down", h, self._decoder.weights(layer).down, onto=stream)
+        xa = self._xa(layer, "down", h, segments.dropout)
+        y = self._linear((layer, "down"), h, xa, self._decoder.weights(layer).down, onto=stream)
         return y, saved._replace(xa_down=xa) if keep else None
 
     def _upto_activation(self, layer: int, x: torch.Tensor, segments: Segments) -> tuple[Saved, torch.Tensor]:
         """The layer without its last product, and that product's input."""
         ops, weights, eps = self._ops, self._decoder.weights(layer), self._decoder.spec.rms_norm_eps
+        dropout = segments.dropout
         h = ops.rms_norm(x, weights.attention_norm, eps)
-        flat, xa_qkv = self._linear(layer, "qkv", h, weights.qkv, weights.qkv_bias)
+        xa_qkv = self._xa(layer, "qkv", h, dropout)
+        flat = self._linear((layer, "qkv"), h, xa_qkv, weights.qkv, weights.qkv_bias)
         qkv = flat.unflatten(-1, (-1, self._decoder.spec.head_dim))
         q, k, v = self._heads(qkv, weights, segments)
         attended, lse = attention_forward(q, k, v, segments.sequences, self._decoder.spec.sliding_windows[layer])
         attended = attended.flatten(1)
         del q, k, v
-        stream, xa_o = self._linear(layer, "o", attended, weights.o, weights.o_bias)
+        xa_o = self._xa(layer, "o", attended, dropout)
+        stream = self._linear((layer, "o"), attended, xa_o, weights.o, weights.o_bias)
         h = ops.add_rms_norm(stream, x, weights.mlp_norm, eps)  # the stream receives x
-        gate_up, xa_gate_up = F.linear(h, weights.gate_up), self._xa(layer, "gate_up", h)
+        gate_up, xa_gate_up = F.linear(h, weights.gate_up), self._xa(layer, "gate_up", h, dropout)
         h = ops.silu_and_mul(gate_up, *self._expansions(layer, xa_gate_up))
         return Saved(qkv, attended, lse, stream, gate_up, xa_qkv, xa_o, xa_gate_up, None), h
 
@@ -100,10 +112,10 @@ class FusedLayers:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         return q, k, v
 
-    def _xa(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor | None:
+    def _xa(self, layer: int, name: str, x: torch.Tensor, dropout: Dropout | None) -> torch.Tensor | None:
         """``x A^T``, None where a block has no adapter."""
         block = self._blocks.get((layer, name))
-        return None if block is None else x @ block.a.t()
+        return None if block is None else shrink(block, x, dropout)
 
     def _expansions(self, layer: int, xa: torch.Tensor | None) -> tuple[Expansion | None, Expansion | None]:
         """What the adapter adds to gate and up."""
@@ -115,17 +127,17 @@ class FusedLayers:
 
     def _linear(
         self,
-        layer: int,
-        name: str,
+        key: tuple[int, str],
         x: torch.Tensor,
+        xa: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         onto: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x W^T + bias`` with the block's adapter, added to ``onto`` if given, and ``x A^T`` (None without one)."""
-        block, xa = self._blocks.get((layer, name)), self._xa(layer, name, x)
+    ) -> torch.Tensor:
+        """``x W^T + bias`` of block ``key`` with its adapter, added to ``onto`` if given; ``xa`` of ``_xa``."""
+        block = self._blocks.get(key)
         if block is None and onto is None:
-            return F.linear(x, weight, bias), None
+            return F.linear(x, weight, bias)
         if onto is not None:
             y = onto
         elif bias is not None:
@@ -141,7 +153,7 @@ class FusedLayers:
             for part in block.parts:
                 delta = y[:, part.columns]
                 delta.addmm_(xa[:, part.ranks], part.b.t(), beta=beta, alpha=part.scaling)
-        return y.addmm_(x, weight.t()), xa
+        return y.addmm_(x, weight.t())
 
     # ------------------------------------------------------------ backward
 
@@ -152,56 +164,65 @@ class FusedLayers:
         """See LayerPass."""
         kept: Saved = self._again(layer, x, segments) if saved is None else saved
         ops, weights, eps = self._ops, self._decoder.weights(layer), self._decoder.spec.rms_norm_eps
-        grad_h, grad_xa = self._linear_backward(layer, "down", grad, kept.xa_down, weights.down)
+        dropout = segments.dropout
+        grad_h, grad_xa = self._linear_backward((layer, "down"), grad, kept.xa_down, weights.down, dropout)
         grad_gate_up = kept.gate_up
         ops.silu_and_mul_backward(grad_h, grad_gate_up, *self._expansions(layer, kept.xa_gate_up))
-        self._add_grad_a(layer, "down", grad_xa, grad_h)  # which holds the activation now
-        grad_h, grad_xa = self._linear_backward(layer, "gate_up", grad_gate_up, kept.xa_gate_up, weights.gate_up)
+        self._add_grad_a((layer, "down"), grad_xa, grad_h, dropout)  # which holds the activation now
+        grad_h, grad_xa = self._linear_backward(
+            (layer, "gate_up"), grad_gate_up, kept.xa_gate_up, weights.gate_up, dropout
+        )
         h = ops.rms_norm_backward(grad_h, kept.stream, weights.mlp_norm, eps, grad)
-        self._add_grad_a(layer, "gate_up", grad_xa, h)
+        self._add_grad_a((layer, "gate_up"), grad_xa, h, dropout)
         grad_stream = grad_h
-        grad_attended, grad_xa = self._linear_backward(layer, "o", grad_stream, kept.xa_o, weights.o)
-        self._add_grad_a(layer, "o", grad_xa, kept.attended)
+        grad_attended, grad_xa = self._linear_backward((layer, "o"), grad_stream, kept.xa_o, weights.o, dropout)
+        self._add_grad_a((layer, "o"), grad_xa, kept.attended, dropout)
         grad_qkv = self._attention_backward(layer, kept, segments, grad_attended)
         if layer == 0:  # nobody needs the gradient of its input
-            grad_xa = self._grad_xa(layer, "qkv", grad_qkv, kept.xa_qkv)
-            self._add_grad_a(layer, "qkv", grad_xa, ops.rms_norm(x, weights.attention_norm, eps))
+            grad_xa = self._grad_xa((layer, "qkv"), grad_qkv, kept.xa_qkv)
+            self._add_grad_a((layer, "qkv"), grad_xa, ops.rms_norm(x, weights.attention_norm, eps), dropout)
             return None
-        grad_h, grad_xa = self._linear_backward(layer, "qkv", grad_qkv, kept.xa_qkv, weights.qkv)
+        grad_h, grad_xa = self._linear_backward((layer, "qkv"), grad_qkv, kept.xa_qkv, weights.qkv, dropout)
         h = ops.rms_norm_backward(grad_h, x, weights.attention_norm, eps, grad_stream)
-        self._add_grad_a(layer, "qkv", grad_xa, h)
+        self._add_grad_a((layer, "qkv"), grad_xa, h, dropout)
         return grad_h
 
     def _again(self, layer: int, x: torch.Tensor, segments: Segments) -> Saved:
         """What ``forward`` saved, once more; the last base product is not needed for it."""
         saved, h = self._upto_activation(layer, x, segments)
-        return saved._replace(xa_down=self._xa(layer, "down", h))
+        return saved._replace(xa_down=self._xa(layer, "down", h, segments.dropout))
 
     def _linear_backward(
-        self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None, weight: torch.Tensor
+        self,
+        key: tuple[int, str],
+        grad: torch.Tensor,
+        xa: torch.Tensor | None,
+        weight: torch.Tensor,
+        dropout: Dropout | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gradient of a block's input, and of ``x A^T``; adds the gradient of B."""
-        grad_xa = self._grad_xa(layer, name, grad, xa)
+        """Gradient of the input of block ``key``, and of ``x A^T``; adds the gradient of B."""
+        grad_xa = self._grad_xa(key, grad, xa)
         if grad_xa is None:
             return grad @ weight, None
-        grad_x = grad_xa @ self._blocks[layer, name].a
-        return grad_x.addmm_(grad, weight), grad_xa
+        return expand_grad(self._blocks[key], grad_xa, dropout).addmm_(grad, weight), grad_xa
 
-    def _grad_xa(self, layer: int, name: str, grad: torch.Tensor, xa: torch.Tensor | None) -> torch.Tensor | None:
+    def _grad_xa(self, key: tuple[int, str], grad: torch.Tensor, xa: torch.Tensor | None) -> torch.Tensor | None:
         """Gradient of ``x A^T``; adds the gradient of B."""
         if xa is None:
             return None
         grad_xa = torch.empty_like(xa)
-        for part in self._blocks[layer, name].parts:
+        for part in self._blocks[key].parts:
             grad_part = grad[:, part.columns]
             grad_xa[:, part.ranks].addmm_(grad_part, part.b, beta=0.0, alpha=part.scaling)
             add_product(part.grad_b, grad_part.t(), xa[:, part.ranks], part.scaling)
         return grad_xa
 
-    def _add_grad_a(self, layer: int, name: str, grad_xa: torch.Tensor | None, x: torch.Tensor) -> None:
+    def _add_grad_a(
+        self, key: tuple[int, str], grad_xa: torch.Tensor | None, x: torch.Tensor, dropout: Dropout | None
+    ) -> None:
         """Add the gradient of A, given that of ``x A^T``."""
         if grad_xa is not None:
-            add_product(self._blocks[layer, name].grad_a, grad_xa.t(), x, 1.0)
+            add_grad_a(self._blocks[key], grad_xa, x, dropout)
 
     def _attention_backward(self, layer: int, kept: Saved, segments: Segments, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the projected qkv, [num_tokens, qkv_size]."""

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fineinfer.kernels.reference import attention_varlen
-from fineinfer.model.decoder import Decoder, Project
+from fineinfer.model.decoder import Decoder
 from fineinfer.model.rope import Rows
 from fineinfer.training.attention import Sequences
+from fineinfer.training.dropout import Dropout
+from fineinfer.training.projection import TrainingProjection
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,21 @@ class Segments:
     Attributes:
         rows: Cosines and sines of the tokens' positions.
         sequences: Bounds of the sequences.
+        dropout: Of the adapter's inputs; None: nothing is dropped.
     """
 
     rows: Rows
     sequences: Sequences
+    dropout: Dropout | None = None
 
     @classmethod
     def make(
-        cls, decoder: Decoder, positions: torch.Tensor, rope_lengths: torch.Tensor, bounds: Sequence[int]
+        cls,
+        decoder: Decoder,
+        positions: torch.Tensor,
+        rope_lengths: torch.Tensor,
+        bounds: Sequence[int],
+        dropout: Dropout | None = None,
     ) -> Segments:
         """Of a micro-batch on the decoder's device.
 
@@ -41,8 +51,9 @@ class Segments:
             positions: [num_tokens] int64, from 0 in each sequence.
             rope_lengths: [num_tokens] int64, length of the row's sequence.
             bounds: 0, end of the first sequence, ..., num_tokens.
+            dropout: Masks, if any.
         """
-        return cls(decoder.rope.rows(positions, rope_lengths), Sequences.make(bounds, decoder.device))
+        return cls(decoder.rope.rows(positions, rope_lengths), Sequences.make(bounds, decoder.device), dropout)
 
 
 class LayerPass(Protocol):
@@ -97,7 +108,7 @@ class AutogradLayers:
         project: Linear maps with LoRA.
     """
 
-    def __init__(self, decoder: Decoder, project: Project) -> None:
+    def __init__(self, decoder: Decoder, project: TrainingProjection) -> None:
         self._decoder, self._project = decoder, project
 
     def forward(self, layer: int, x: torch.Tensor, segments: Segments, keep: bool) -> tuple[torch.Tensor, Any | None]:
@@ -118,5 +129,6 @@ class AutogradLayers:
             window = self._decoder.spec.sliding_windows[index]
             return attention_varlen(q, k, v, segments.sequences.bounds, window)
 
-        leaf = x.detach().requires_grad_()
-        return _Graph(leaf, self._decoder.layer(layer, leaf, segments.rows, self._project, attend))
+        leaf, dropout = x.detach().requires_grad_(), segments.dropout
+        project = self._project if dropout is None else partial(self._project, dropout=dropout)
+        return _Graph(leaf, self._decoder.layer(layer, leaf, segments.rows, project, attend))

@@ -40,12 +40,26 @@ def head_chunk(
         scale: 1 / trained tokens of the whole update.
         ops: Kernels; None: the reference operations.
     """
+    ops = ops or REFERENCE_OPS
     with torch.no_grad():
-        ops, weight = ops or REFERENCE_OPS, decoder.head_weight  # [vocab, hidden]
-        eps = decoder.spec.rms_norm_eps
-        logits = head_linear(ops.rms_norm(rows, decoder.norm, eps), weight)
-        losses, correct, grad_logits = ops.cross_entropy(logits, target_ids)
-        del logits
-        grad = (grad_logits @ weight).mul_(scale)
-        ops.rms_norm_backward(grad, rows, decoder.norm, eps, None)
+        losses, correct, grad_logits = _token_losses(decoder, rows, target_ids, ops)
+        grad = (grad_logits @ decoder.head_weight).mul_(scale)
+        ops.rms_norm_backward(grad, rows, decoder.norm, decoder.spec.rms_norm_eps, None)
         return ChunkLoss(grad, losses.sum(dtype=torch.float64), correct.sum())
+
+
+@torch.no_grad()
+def evaluated_chunk(
+    decoder: Decoder, rows: torch.Tensor, target_ids: torch.Tensor, ops: TrainingOps | None = None
+) -> torch.Tensor:
+    """(sum of the token losses, number of right predictions), [2] fp64: ``head_chunk`` without the way back."""
+    losses, correct, _ = _token_losses(decoder, rows, target_ids, ops or REFERENCE_OPS)
+    return torch.stack((losses.sum(dtype=torch.float64), correct.sum(dtype=torch.float64)))
+
+
+def _token_losses(
+    decoder: Decoder, rows: torch.Tensor, target_ids: torch.Tensor, ops: TrainingOps
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What ``TrainingOps.cross_entropy`` returns, [num_rows], [num_rows] and [num_rows, vocab]."""
+    normed = ops.rms_norm(rows, decoder.norm, decoder.spec.rms_norm_eps)
+    return ops.cross_entropy(head_linear(normed, decoder.head_weight), target_ids)

@@ -23,6 +23,7 @@ class TrainingOps(NamedTuple):
         rope_backward: (grad_q, grad_k, grad_v, cos, sin) -> gradient of qkv.
         cross_entropy: (logits, targets) -> (losses, correct, gradient of the logits, maybe written over them).
         adamw: See the twin.
+        dropout: (x, keys, salt, rate) -> copy with zeros.
     """
 
     rms_norm: Callable[..., torch.Tensor]
@@ -34,6 +35,7 @@ class TrainingOps(NamedTuple):
     rope_backward: Callable[..., torch.Tensor]
     cross_entropy: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     adamw: Callable[..., None]
+    dropout: Callable[..., torch.Tensor]
 
 
 REFERENCE_OPS = TrainingOps(
@@ -46,6 +48,7 @@ REFERENCE_OPS = TrainingOps(
     reference_training.rope_backward,
     reference_training.cross_entropy,
     reference_training.adamw,
+    reference_training.dropout,
 )
 
 
@@ -63,7 +66,7 @@ def pick_ops(backend: str, device: torch.device) -> TrainingOps | None:
 
 def triton_ops() -> TrainingOps:
     """The kernels; imports Triton."""
-    from fineinfer.kernels import activation_training, adamw, cross_entropy, norm, norm_backward, rope
+    from fineinfer.kernels import activation_training, adamw, cross_entropy, dropout, norm, norm_backward, rope
 
     return TrainingOps(
         norm.rms_norm,
@@ -75,4 +78,5 @@ def triton_ops() -> TrainingOps:
         rope.rope_backward,
         cross_entropy.cross_entropy,
         adamw.adamw,
+        dropout.dropout,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +67,8 @@ class ParkableTrainer(Trainer):
     @property
     def next_unit_waits(self) -> bool:
         """Whether the next unit makes the host wait for the device: an optimizer step, a checkpoint."""
-        update = self._update
-        return self.checkpoint_due if update is None else update.current is None and not update.begins_micro_batch
+        running = self._running
+        return self.checkpoint_due if running is None else running.current is None and not running.begins_micro_batch
 
     @property
     def parked(self) -> bool:
@@ -79,15 +80,38 @@ class ParkableTrainer(Trainer):
         """Whether kept graphs may be dropped, which the job's settings can forbid."""
         return self._job.settings.recompute != "never"
 
+    def floor_bytes(self, num_tokens: int) -> int:
+        """The least that a micro-batch of so many tokens can run with: recomputed, unless the settings forbid it."""
+        return self.bytes_if_recomputed(num_tokens) if self.can_drop else self.bytes_if_all_kept(num_tokens)
+
+    def state_parts(self) -> dict[str, int]:
+        """What ``state_bytes`` is made of, by name."""
+        state, masters = self._state, self._state.masters.flat.nbytes
+        copy = 0 if state.compute is state.masters else state.compute.flat.nbytes
+        temporary = self.state_bytes - 4 * masters - copy
+        return {
+            "masters": masters,
+            "gradients": masters,
+            "moments": 2 * masters,
+            "an update's temporary": temporary,
+            "copy in the model's dtype": copy,
+        }
+
+    @property
+    def batch_size(self) -> int:
+        """Examples of one update."""
+        return self._job.settings.batch_size
+
     # ------------------------------------------------------------ the micro-batch
 
     def left_of_micro_batch(self) -> Counter[Unit]:
         """Units until the micro-batch under way ends."""
-        return Counter(() if self._update is None else self._update.left_of_micro_batch())
+        running = self._running
+        return Counter(() if running is None or running.current is None else running.left_of_micro_batch())
 
     def lost_by_abort(self) -> Counter[Unit]:
         """Units that ``abort_micro_batch`` would make run again."""
-        return Counter(() if self._update is None else self._update.lost_by_abort())
+        return Counter(() if self._running is None else self._running.lost_by_abort())
 
     def abort_micro_batch(self) -> None:
         """Give up the micro-batch under way; it runs again from its start.
@@ -95,14 +119,14 @@ class ParkableTrainer(Trainer):
         Once it has added to the gradient the whole update begins anew, which zeroes the gradient: undoing a sum, or
         adding up in another order, would change bits.
         """
-        if self._update is not None and not self._update.replay():
+        if self._update is None or not self._update.replay():
             self.abandon_update()
 
     # ------------------------------------------------------------ everything
 
     def lost_by_park(self) -> Counter[Unit]:
         """Units of the running update so far: gradients are not kept."""
-        return Counter(() if self._update is None else self._update.finished())
+        return Counter(() if self._running is None else self._running.finished())
 
     @on_own_stream
     @torch.inference_mode(False)
@@ -127,6 +151,22 @@ class ParkableTrainer(Trainer):
             tensor.untyped_storage().resize_(0)  # views of it, such as the adapter's matrices, stay what they are
         self._parked = True
 
+    def leave(self) -> Future[None]:
+        """Free all that the job holds on the device and save a resume point, for a job that is to end but not for good.
+
+        On a GPU masters and moments go to host memory and are written from there beside requests; the result tells when
+        that is done, or failed. Elsewhere it is done now, and ``close`` frees the memory.
+        """
+        if self._writer is not None and self._context.decoder.device.type in IN_HOST_MEMORY:
+            self.park()
+            return self._writer.submit(self.save_resume_point)  # behind a checkpoint that is being written
+        done: Future[None] = Future()
+        try:
+            done.set_result(self.save_resume_point())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
     @on_own_stream
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -145,9 +185,7 @@ class ParkableTrainer(Trainer):
             moments = {"exp_avg": copy.exp_avg, "exp_avg_sq": copy.exp_avg_sq}
             state.restore(copy.masters, moments, state.optimizer.num_updates)
         elif step == 0:  # nothing was written: it is what it began as
-            fresh = LoraWeights.init(state.masters.layout, state.masters.flat.dtype, "cpu", self._job.settings.seed)
-            zeros = torch.zeros_like(fresh.flat)
-            state.restore(fresh, {"exp_avg": zeros, "exp_avg_sq": zeros}, 0)
+            self._begin_anew()
         else:
             self._saved_step = 0
             self._resume()

@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fineinfer.messages import JobCheckpoint, JobProgress, StartJob
+from fineinfer.messages import EarlyStopping, JobCheckpoint, JobEval, JobProgress, StartJob
 from fineinfer.training.checkpoint import checkpoint_folder
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the evaluations so far say.
+
+    Attributes:
+        step: Update of the newest, 0 before the first.
+        count: How many there were.
+        best_step: Of the lowest loss; None before a finite one.
+        best_loss: That loss.
+        mark: Loss of the newest one that was better by ``min_delta``.
+        bad_in_a_row: Evaluations since then, those of the warm-up left out.
+        stopped: Whether they are as many as ``patience``.
+    """
+
+    step: int = 0
+    count: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    mark: float | None = None
+    bad_in_a_row: int = 0
+    stopped: bool = False
+
+    def without(self, step: int) -> Evaluated:
+        """If ``step`` was the best: it cannot be served, so the next one is the best of those that can."""
+        return replace(self, best_step=None, best_loss=None) if step == self.best_step else self
+
+    def after(self, step: int, loss: float, rule: EarlyStopping | None) -> Evaluated:
+        """With one more evaluation; a loss that is not finite is never better."""
+        finite = math.isfinite(loss)
+        best = finite and (self.best_loss is None or loss < self.best_loss)
+        min_delta = rule.min_delta if rule is not None else 0.0
+        better = finite and (self.mark is None or loss < self.mark - min_delta)
+        judged = rule is not None and self.count >= rule.warmup_evals
+        bad = 0 if better else self.bad_in_a_row + judged
+        return Evaluated(
+            step=step,
+            count=self.count + 1,
+            best_step=step if best else self.best_step,
+            best_loss=loss if best else self.best_loss,
+            mark=loss if better else self.mark,
+            bad_in_a_row=bad,
+            stopped=rule is not None and bad >= rule.patience,
+        )
 
 
 @dataclass
@@ -21,6 +66,7 @@ class Cursor:
         processed_tokens: All tokens so far.
         num_skipped: Updates skipped because loss or gradient was not finite.
         bad_in_a_row: The newest of them without a good one since.
+        evaluated: What evaluations said.
     """
 
     step: int = 0
@@ -28,6 +74,12 @@ class Cursor:
     processed_tokens: int = 0
     num_skipped: int = 0
     bad_in_a_row: int = 0
+    evaluated: Evaluated = Evaluated()
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Cursor:
+        """From a checkpoint's JSON."""
+        return cls(**saved | {"evaluated": Evaluated(**saved.get("evaluated", {}))})
 
     def count(self, num_tokens: int, num_targets: int, skipped: bool) -> None:
         """Move past one update."""
@@ -87,11 +139,46 @@ def progress_message(job_id: str, entry: dict[str, Any], total_steps: int) -> Jo
     )
 
 
+def eval_entry(cursor: Cursor, steps_per_epoch: int, loss: float, accuracy: float, num_targets: int) -> dict[str, Any]:
+    """Entry of ``log_history`` for an evaluation after the cursor's update; its loss is among ``cursor.evaluated``."""
+    return {
+        "step": cursor.step,
+        "epoch": cursor.step / steps_per_epoch,
+        "eval_loss": loss if math.isfinite(loss) else None,
+        "eval_mean_token_accuracy": accuracy,
+        "eval_num_tokens": num_targets,
+        "eval_best": cursor.evaluated.best_step == cursor.step,
+    }
+
+
+def eval_message(job_id: str, entry: dict[str, Any]) -> JobEval:
+    """The message for one entry whose loss is finite."""
+    return JobEval(
+        job_id=job_id,
+        step=entry["step"],
+        loss=entry["eval_loss"],
+        mean_token_accuracy=entry["eval_mean_token_accuracy"],
+        num_tokens=entry["eval_num_tokens"],
+        best=entry["eval_best"],
+    )
+
+
+def newest_reports(job_id: str, log_history: list[dict[str, Any]], total_steps: int) -> list[JobProgress | JobEval]:
+    """What may not have been received of the newest entries, to be told once more."""
+    reports: list[JobProgress | JobEval] = []
+    for entry in log_history:
+        if "eval_loss" in entry:
+            reports += [eval_message(job_id, entry)] if entry["eval_loss"] is not None else []
+        elif not entry["skipped"]:
+            reports.append(progress_message(job_id, entry, total_steps))
+    return reports
+
+
 def checkpoint_message(
     job: StartJob, cursor: Cursor, log_history: list[dict[str, Any]], adapter: tuple[str, Path], final: bool
 ) -> JobCheckpoint:
     """The message for a checkpoint at the cursor; ``adapter`` is the published version and its folder."""
-    losses = [entry["loss"] for entry in log_history if entry["loss"] is not None]
+    losses = [entry["loss"] for entry in log_history if entry.get("loss") is not None]
     version, directory = adapter
     return JobCheckpoint(
         job_id=job.job_id,

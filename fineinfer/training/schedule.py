@@ -1,10 +1,10 @@
-"""Learning-rate schedules, equal to transformers' ``get_*_schedule_with_warmup``; the last check of the settings."""
+"""Learning-rate schedules, equal to transformers' (``cosine_with_min_lr`` too); the last check of the settings."""
 
 from __future__ import annotations
 
 import math
 
-from fineinfer.messages import TrainingSettings
+from fineinfer.messages import EarlyStopping, TrainingSettings
 from fineinfer.training.errors import TrainingError
 
 KINDS = ("cosine", "linear", "constant")
@@ -15,7 +15,7 @@ def warmup_steps(total_steps: int, warmup_ratio: float) -> int:
     return math.ceil(total_steps * warmup_ratio)
 
 
-def lr_factor(kind: str, step: int, total_steps: int, num_warmup: int) -> float:
+def lr_factor(kind: str, step: int, total_steps: int, num_warmup: int, min_ratio: float = 0.0) -> float:
     """Factor on the learning rate of update ``step`` (from 0; with warm-up the first update has factor 0).
 
     Args:
@@ -23,6 +23,7 @@ def lr_factor(kind: str, step: int, total_steps: int, num_warmup: int) -> float:
         step: Update, from 0.
         total_steps: Updates of the whole job.
         num_warmup: Updates over which the factor rises linearly from 0 to 1.
+        min_ratio: What it falls to.
 
     Raises:
         TrainingError: Unknown kind.
@@ -33,17 +34,36 @@ def lr_factor(kind: str, step: int, total_steps: int, num_warmup: int) -> float:
         return step / max(1, num_warmup)
     if kind == "constant":
         return 1.0
+    falling = max(1, total_steps - num_warmup)
     if kind == "linear":
-        return max(0.0, (total_steps - step) / max(1, total_steps - num_warmup))
-    progress = (step - num_warmup) / max(1, total_steps - num_warmup)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+        left = (total_steps - step) / falling
+    else:
+        left = 0.5 * (1.0 + math.cos(math.pi * (step - num_warmup) / falling))
+    return min_ratio + (1.0 - min_ratio) * max(0.0, left)
 
 
 def check_settings(settings: TrainingSettings) -> None:
     """Raise TrainingError for values that the arithmetic cannot take; the server checked the finer limits before."""
-    positive = (settings.n_epochs, settings.batch_size, settings.micro_batch_tokens)
-    if min(positive) < 1 or settings.gradient_accumulation_steps < 0 or settings.save_steps < 0:
-        raise TrainingError("epochs, batch size and micro-batch tokens must be at least 1", "invalid_hyperparameters")
-    if settings.recompute not in ("auto", "never", "always"):
-        raise TrainingError("recompute must be auto, never or always", "invalid_hyperparameters")
+    stopping = settings.early_stopping or EarlyStopping()
+    rules = (
+        (settings.n_epochs >= 1, "n_epochs must be at least 1"),
+        (settings.batch_size >= 1, "batch_size must be at least 1"),
+        (settings.micro_batch_tokens >= 1, "micro_batch_tokens must be at least 1"),
+        (settings.gradient_accumulation_steps >= 0, "gradient_accumulation_steps must not be negative"),
+        (settings.save_steps >= 0, "save_steps must not be negative"),
+        (settings.eval_steps >= 0, "eval_steps must not be negative"),
+        (settings.recompute in ("auto", "never", "always"), "recompute must be auto, never or always"),
+        (0.0 <= settings.lora.lora_dropout < 1.0, "lora_dropout must be at least 0 and below 1"),
+        (0.0 <= settings.min_lr_ratio <= 1.0, "min_lr_ratio must be within 0 and 1"),
+        (
+            settings.min_lr_ratio == 0.0 or settings.lr_scheduler != "constant",
+            "min_lr_ratio needs an lr_scheduler that falls, not constant",
+        ),
+        (stopping.patience >= 1, "early_stopping.patience must be at least 1"),
+        (stopping.min_delta >= 0.0, "early_stopping.min_delta must not be negative"),
+        (stopping.warmup_evals >= 0, "early_stopping.warmup_evals must not be negative"),
+    )
+    for holds, message in rules:
+        if not holds:
+            raise TrainingError(message, "invalid_hyperparameters")
     lr_factor(settings.lr_scheduler, 0, 1, 0)

@@ -16,10 +16,11 @@ import torch
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import ActivationSizes
 from fineinfer.training.dataset import MicroBatch
+from fineinfer.training.dropout import Dropout
 from fineinfer.training.layers import LayerPass, Segments
 from fineinfer.training.loss import head_chunk
 from fineinfer.training.offload import HostStore, LayerInputs
-from fineinfer.training.ops import TrainingOps
+from fineinfer.training.ops import REFERENCE_OPS, TrainingOps
 
 KeepPolicy = Callable[[int, int], bool]  # (tokens of the micro-batch, layer index) -> keep its graph
 Unit = tuple[str, int]  # (kind, tokens)
@@ -37,6 +38,7 @@ class StepContext:
         head_chunk_tokens: Trained tokens of one head unit.
         sizes: Bytes of activations.
         host: Where layer inputs can go; None: nowhere.
+        dropout_rate: Of the adapter's inputs.
     """
 
     decoder: Decoder
@@ -46,6 +48,14 @@ class StepContext:
     head_chunk_tokens: int
     sizes: ActivationSizes
     host: HostStore | None = None
+    dropout_rate: float = 0.0
+
+    def segments(self, batch: MicroBatch) -> Segments:
+        """What the layers must know of a micro-batch."""
+        dropout, keys = None, batch.dropout_keys
+        if keys is not None:
+            dropout = Dropout(keys, self.dropout_rate, (self.ops or REFERENCE_OPS).dropout)
+        return Segments.make(self.decoder, batch.positions, batch.rope_lengths, batch.cu_seqlens, dropout)
 
 
 class MicroBatchPass:
@@ -67,7 +77,7 @@ class MicroBatchPass:
         self._grad: torch.Tensor | None = None  # gradient of the running activation on the way back
         self._inputs = LayerInputs(context.decoder.spec.num_layers, context.host)
         self._saved: list[Any | None] = [None] * context.decoder.spec.num_layers
-        self._segments = Segments.make(context.decoder, batch.positions, batch.rope_lengths, batch.cu_seqlens)
+        self._segments = context.segments(batch)
         lengths = [end - start for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
         self._graph_bytes = context.sizes.graph(lengths)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)

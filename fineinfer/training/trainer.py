@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from fineinfer.adapters.config import AdapterError
-from fineinfer.adapters.weights import LoraLayout
-from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
+from fineinfer.adapters.peft_io import load_adapter
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
+from fineinfer.messages import JobCheckpoint, JobEval, JobNote, JobProgress, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.training.activations import measure_activations
 from fineinfer.training.dataset import PackedDataset, Schedule
@@ -30,18 +31,20 @@ from fineinfer.training.schedule import check_settings, lr_factor, warmup_steps
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import KeepPolicy, StepContext, Unit
 from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
+from fineinfer.training.trainer_evaluation import Report
 from fineinfer.training.trainer_memory import TrainerMemory
 from fineinfer.training.update import RunningUpdate, micro_batch_units
 
 MAX_BAD_UPDATES_IN_A_ROW = 3
+MAX_RANK = 1 << 20  # of an adapter to begin with: what it may have is what the job has
 HEAD_CHUNK_TOKENS = {"cpu": 128, "cuda": 512}  # a head unit should take about as long as a layer unit
 
-ReportT = TypeVar("ReportT", JobProgress, JobNote, JobCheckpoint)
+ReportT = TypeVar("ReportT", JobProgress, JobEval, JobNote, JobCheckpoint)
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One finished unit: embed, forward, head, backward, recompute, optimizer, checkpoint or publish."""
+    """One finished unit: embed, forward, head, backward, recompute, optimizer, eval_…, checkpoint or publish."""
 
     kind: str
     num_tokens: int
@@ -93,15 +96,40 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         chunk = head_chunk_tokens or HEAD_CHUNK_TOKENS.get(decoder.device.type, 512)
         keep = {"always": lambda *_: False, "never": lambda *_: True}.get(settings.recompute, keep_policy)
         sizes = measure_activations(decoder, layers, chunk, fused_head=ops is not None)
-        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device))
+        rate = settings.lora.lora_dropout
+        self._context = StepContext(decoder, layers, ops, keep, chunk, sizes, host_store(decoder.device), rate)
         self.cursor = Cursor()
         self.log_history: list[dict[str, Any]] = []
-        self._reports: list[JobProgress | JobNote | JobCheckpoint] = []
+        self._reports: list[Report] = []
         if dataset.num_skipped:
             self._note("warn", f"{dataset.num_skipped} examples have no trained token and are left out")
+        self._load_eval_set()
         self._begin_checkpoints()
+        if start.init_from is not None and self.cursor.step == 0:
+            self._begin_anew()
         self._update: RunningUpdate | None = None
         self._next = self._load(self.cursor.step)
+        self._begin_evaluation()
+
+    def _begin_anew(self) -> None:
+        """Set the state to that before the first update.
+
+        Raises:
+            TrainingError: ``init_from`` is not an adapter of the job's shape.
+        """
+        masters, settings = self._state.masters, self._job.settings
+        if self._job.init_from is None:
+            weights = LoraWeights.init(masters.layout, masters.flat.dtype, "cpu", settings.seed)
+        else:
+            try:
+                saved = load_adapter(Path(self._job.init_from), self._context.decoder.spec, MAX_RANK)
+                masters.layout.check_same(saved.layout)
+            except AdapterError as error:
+                message = f"from_checkpoint does not fit the job: {error}"
+                raise TrainingError(message, "invalid_hyperparameters") from error
+            weights = LoraWeights(masters.layout, saved.flat.to(masters.flat.dtype))
+        zeros = torch.zeros_like(weights.flat)
+        self._state.restore(weights, {"exp_avg": zeros, "exp_avg_sq": zeros}, 0)
 
     # ------------------------------------------------------------ facts
 
@@ -131,20 +159,25 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         return self._state.masters.layout.num_parameters
 
     @property
+    def serving_weights(self) -> LoraWeights:
+        """The adapter after the last update, in the model's dtype; the next update overwrites it."""
+        return self._state.compute
+
+    @property
     def finished(self) -> bool:
         """Whether every update is done and the last checkpoint is written."""
-        return self.cursor.step >= self.total_steps and not self.checkpoint_due
+        return self.at_end and self._evaluation is None and not self.checkpoint_due
 
     @property
     def at_update_boundary(self) -> bool:
-        """Whether no update is under way."""
-        return self._update is None
+        """Whether no update and no micro-batch of an evaluation is under way."""
+        return self._update is None and (self._evaluation is None or self._evaluation.current is None)
 
     @property
     def begins_micro_batch(self) -> bool:
         """Whether the next ``advance`` begins a micro-batch, so that its activations must be leased first."""
-        if self._update is not None:
-            return self._update.begins_micro_batch
+        if self._running is not None:
+            return self._running.begins_micro_batch
         return bool(self._next) and not self.checkpoint_due
 
     # ------------------------------------------------------------ running
@@ -157,6 +190,9 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
             TrainingError: The job is finished or has failed: three updates in a row were not finite, the adapter is
                 not finite, or the last checkpoint could not be written.
         """
+        if self._evaluation is not None:
+            with fixed_order(self._deterministic):
+                return UnitReport(*self._advance_evaluation(self._evaluation))
         if self._update is None and self.checkpoint_due:
             return UnitReport(self._checkpoint_unit(), 0)
         if self._update is None:
@@ -170,16 +206,19 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         return UnitReport(*unit)
 
     def abandon_update(self) -> None:
-        """Drop the running update and its memory; ``advance`` runs it again from its start, with the same result."""
-        if self._update is not None:
-            self._update.abandon()
+        """Drop the running update and its memory; ``advance`` runs it again from its start, with the same result.
+
+        Of an evaluation only the micro-batch under way runs again.
+        """
+        if self._running is not None:
+            self._running.abandon()
         self._update = None
 
     def close(self) -> None:
         """Free everything; the trainer cannot be used after this."""
         self.abandon_update()
         self._close_checkpoints()
-        self._next = []
+        self._next, self._evaluation = [], None
         del self._context, self._state
 
     def _finish_update(self, update: RunningUpdate) -> Unit:
@@ -187,7 +226,7 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         following = self._load(cursor.step + 1)  # while the device is still busy
         loss, accuracy, norm = update.totals(self._state.gradient_norm())
         warmup = warmup_steps(self.total_steps, settings.warmup_ratio)
-        factor = lr_factor(settings.lr_scheduler, cursor.step, self.total_steps, warmup)
+        factor = lr_factor(settings.lr_scheduler, cursor.step, self.total_steps, warmup, settings.min_lr_ratio)
         learning_rate = settings.learning_rate * factor
         applied = self._state.apply(loss, norm, learning_rate)
         self._update = None
@@ -201,10 +240,14 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
                 "non_finite",
             )
         if applied.skipped:
-            self._note("warn", f"update {cursor.step} was skipped: its loss or gradient is not finite")
+            self._note(
+                "warn",
+                f"update {cursor.step} was skipped: its loss or gradient is not finite ({cursor.num_skipped} so far)",
+            )
         else:
             self._reports.append(progress_message(self.job_id, entry, self.total_steps))
         self._next = following
+        self._begin_evaluation()
         return "optimizer", update.num_tokens
 
     # ------------------------------------------------------------ what to tell the user
@@ -215,6 +258,10 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         After a resume the newest updates before it come again: their messages may have been lost.
         """
         return self._take(JobProgress)
+
+    def take_evals(self) -> list[JobEval]:
+        """Evaluations with a finite loss since the last call; after a resume as with ``take_progress``."""
+        return self._take(JobEval)
 
     def take_notes(self) -> list[JobNote]:
         """Notes for the job's events since the last call."""
@@ -239,11 +286,18 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         return "recompute" if self._job.settings.recompute == "always" else "backward"
 
     def remaining_units(self) -> Counter[Unit]:
-        """How often each (kind, tokens) is still to run in the running update; empty at an update boundary."""
-        return Counter(self._update.remaining() if self._update is not None else ())
+        """How often each (kind, tokens) is still to run in the running update; empty at an update boundary.
+
+        Of an evaluation a micro-batch is what an update is of training.
+        """
+        if self._update is not None:
+            return Counter(self._update.remaining())
+        return Counter(() if self._evaluation is None or self.at_update_boundary else self._evaluation.remaining())
 
     def next_update_units(self) -> Counter[Unit]:
         """The same for the next update to start, and for a checkpoint that is due before it."""
+        if self._evaluation is not None and self.at_update_boundary:
+            return Counter(self._evaluation.remaining())
         batches = self._following_batches()
         units = [u for batch in batches for u in micro_batch_units(batch, self._context, self._undecided_kind)]
         if batches:

@@ -7,6 +7,7 @@ version is announced between two later updates. Elsewhere it is written at once.
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,20 +17,22 @@ import msgspec
 import torch
 
 from fineinfer.adapters.weights import LoraWeights
-from fineinfer.messages import JobCheckpoint, JobNote, JobProgress, StartJob
+from fineinfer.messages import JobNote, StartJob
 from fineinfer.training.checkpoint import (
     CheckpointError,
+    DiskFullError,
     Moments,
     checkpoint_folder,
+    newest_step,
     publish_adapter,
     read_newest,
     write_checkpoint,
 )
-from fineinfer.training.dataset import Schedule
+from fineinfer.training.disk_space import LOG_BYTES_PER_STEP, DiskNeed
 from fineinfer.training.errors import TrainingError
-from fineinfer.training.reports import Cursor, checkpoint_message, progress_message, trainer_state
+from fineinfer.training.reports import Cursor, checkpoint_message, newest_reports, trainer_state
 from fineinfer.training.state import AdapterState
-from fineinfer.training.step import StepContext
+from fineinfer.training.trainer_evaluation import TrainerEvaluation
 
 NUM_REPLAYED_REPORTS = 8  # after a resume: progress messages that may have died with the process that sent them
 LOOK_EVERY_S = 0.01  # at a checkpoint that training waits for
@@ -50,16 +53,11 @@ class _Write:
     written: Future[tuple[str, Path]]
 
 
-class TrainerCheckpoints:
+class TrainerCheckpoints(TrainerEvaluation):
     """The part of ``Trainer`` that writes to disk; the attributes are the trainer's."""
 
-    cursor: Cursor
-    log_history: list[dict[str, Any]]
-    schedule: Schedule
     _job: StartJob
     _state: AdapterState
-    _context: StepContext
-    _reports: list[JobProgress | JobNote | JobCheckpoint]
     _write: _Write | None = None
     _writer: ThreadPoolExecutor | None = None
     _host_buffers: tuple[torch.Tensor, ...] = ()
@@ -90,12 +88,29 @@ class TrainerCheckpoints:
         step, write = self.cursor.step, self._write
         if write is None:
             return self._begins_at(step)
-        waits = step >= self.schedule.total_steps or (step != write.cursor.step and self._begins_at(step))
+        waits = self.at_end or (step != write.cursor.step and self._begins_at(step))
         return waits or write.written.done()
+
+    def check_disk_space(self) -> None:
+        """Ask the disk for all that the job still writes.
+
+        Raises:
+            DiskFullError: It has too little room; nothing was written.
+        """
+        total, nbytes = self.schedule.total_steps, self._state.masters.flat.nbytes
+        num_versions = len(self._publishing_steps(self.cursor.step))
+        DiskNeed(nbytes, 2 * nbytes, LOG_BYTES_PER_STEP * total, num_versions).check(Path(self._job.job_dir))
+
+    def _publishing_steps(self, begin: int) -> set[int]:
+        """Updates from ``begin`` on after which a version is published."""
+        total = self.schedule.total_steps
+        every = self._job.settings.save_steps or self.schedule.steps_per_epoch
+        steps = {*range(every, total, every), total, *self._steps_of_best()}
+        return {step for step in steps if step >= begin}
 
     def _begins_at(self, step: int) -> bool:
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
-        return step != self._announced_step and (step % every == 0 or step >= self.schedule.total_steps)
+        return step != self._announced_step and (step % every == 0 or self.at_end or self._is_best(step))
 
     # ------------------------------------------------------------ writing
 
@@ -103,6 +118,7 @@ class TrainerCheckpoints:
         """Write the state after the last finished update, without publishing it; nothing before the first update.
 
         May be called in mid-update: parameters change only in the optimizer unit, and the update starts anew on resume.
+        A checkpoint that is being written is waited for and announced, since a resume would begin behind it.
 
         Raises:
             CheckpointError: Nothing was written and nothing was lost; try again.
@@ -111,8 +127,8 @@ class TrainerCheckpoints:
         step, write = self.cursor.step, self._write
         if write is not None:
             wait([write.written])
-            if write.written.exception() is None:
-                self._saved_step = write.cursor.step
+            with contextlib.suppress(CheckpointError):
+                self._take_write(write)
         if step == self._saved_step:  # 0 before the first update
             return
         self._save(*self._durable(), self._durable_state())
@@ -134,7 +150,7 @@ class TrainerCheckpoints:
         return state | {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
 
     def _checkpoint_unit(self) -> str:
-        """First save, then publish and announce; a full disk costs this checkpoint, and the job only at its end."""
+        """First save, then publish and announce; an error costs this checkpoint, and the job only at its end."""
         if self._write is not None:
             return self._take_write(self._write)
         if self._writer is not None:
@@ -185,16 +201,20 @@ class TrainerCheckpoints:
         return self._announce(write.cursor, write.log_history, adapter)
 
     def _passed_over(self, error: CheckpointError, step: int) -> str:
-        if step >= self.schedule.total_steps:
+        if isinstance(error, DiskFullError):
+            begin = f"the checkpoint of update {self._saved_step}" if self._saved_step else "its beginning"
+            raise DiskFullError(f"{error}; make room and resume the job, it goes on from {begin}") from error
+        if self.at_end and step == self.cursor.step:
             raise error
         self._announced_step = step
+        self.cursor.evaluated = self.cursor.evaluated.without(step)
         message = f"{error}; training goes on, the next checkpoint is tried at its time"
         self._reports.append(JobNote(job_id=self._job.job_id, level="error", message=message))
         return "checkpoint"
 
     def _announce(self, cursor: Cursor, log_history: list[dict[str, Any]], adapter: tuple[str, Path]) -> str:
         self._announced_step = cursor.step
-        final = cursor.step >= self.schedule.total_steps
+        final = self._ends_at(cursor)
         self._reports.append(checkpoint_message(self._job, cursor, log_history, adapter, final))
         return "publish"
 
@@ -209,21 +229,26 @@ class TrainerCheckpoints:
         """What a checkpoint must agree on to be this job's."""
         settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
         job = self._job
-        return {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+        identity = {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
+        return identity | {"eval_sha256": job.eval_sha256}
 
     def _resume(self) -> None:
-        saved = read_newest(Path(self._job.job_dir), self._context.decoder.spec, self._job.settings.lora.r)
+        job_dir, job_id = Path(self._job.job_dir), self._job.job_id
+        saved = read_newest(job_dir, self._context.decoder.spec, self._state.masters.layout.max_rank)
+        damaged, step = newest_step(job_dir), 0 if saved is None else saved.step
+        if damaged > step:
+            message = f"the checkpoint of update {damaged} is damaged; the job goes on from update {step}"
+            self._reports.append(JobNote(job_id=job_id, level="warn", message=message))
         if saved is None:
             return
         for key, value in self._identity().items():
             if saved.trainer_state.get(key) != value:
                 raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
         self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
-        self.cursor, self.log_history = Cursor(**saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
+        self.cursor, self.log_history = Cursor.of(saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
         # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
         self._saved_step = self.cursor.step
-        newest = [entry for entry in self.log_history[-NUM_REPLAYED_REPORTS:] if not entry["skipped"]]
-        job_id, total = self._job.job_id, self.schedule.total_steps
-        self._reports += [progress_message(job_id, entry, total) for entry in newest]
+        newest = self.log_history[-NUM_REPLAYED_REPORTS:]
+        self._reports += newest_reports(job_id, newest, self.schedule.total_steps)
         message = f"training goes on from the checkpoint of update {saved.step}"
         self._reports.append(JobNote(job_id=job_id, level="info", message=message))

@@ -8,6 +8,7 @@ import torch
 
 from fineinfer.messages import StartJob
 from fineinfer.training.dataset import MicroBatch, Schedule
+from fineinfer.training.evaluation import EvalPass, EvalSet, RunningEvaluation
 from fineinfer.training.reports import Cursor
 from fineinfer.training.state import AdapterState
 from fineinfer.training.step import MicroBatchPass, StepContext
@@ -24,6 +25,8 @@ class TrainerMemory:
     _state: AdapterState
     _context: StepContext
     _update: RunningUpdate | None
+    _evaluation: RunningEvaluation | None
+    _eval_set: EvalSet | None
     _next: list[MicroBatch]
     _offload_next = False
 
@@ -41,8 +44,11 @@ class TrainerMemory:
 
     @property
     def max_micro_batch_tokens(self) -> int:
-        """No micro-batch of the job has more tokens."""
-        return self.schedule.max_micro_batch_tokens
+        """No micro-batch of training has more tokens, none of an evaluation needs more memory than one of so many."""
+        trained = self.schedule.max_micro_batch_tokens
+        evaluated = max(self._eval_set.num_tokens) if self._eval_set is not None else 0
+        fits = self.bytes_if_offloaded(evaluated) <= self.bytes_if_recomputed(trained)
+        return trained if fits else max(trained, evaluated)
 
     @property
     def micro_batch_open(self) -> bool:
@@ -56,7 +62,7 @@ class TrainerMemory:
 
     def next_micro_batch_tokens(self) -> int:
         """Tokens of the next micro-batch to begin, 0 when none is left."""
-        waiting = None if self._update is None else self._update.next_micro_batch_tokens
+        waiting = None if self._running is None else self._running.next_micro_batch_tokens
         if waiting is None:
             batches = self._following_batches()
             waiting = batches[0].num_tokens if batches else 0
@@ -73,6 +79,15 @@ class TrainerMemory:
     def bytes_if_offloaded(self, num_tokens: int) -> int:
         """The same with every layer recomputed from an input in host memory."""
         return self._context.sizes.all_offloaded(num_tokens)
+
+    def next_micro_batch_bytes(self) -> tuple[int, int]:
+        """(least, most) activation bytes that the next micro-batch can use; in an evaluation one layer's at a time."""
+        num_tokens = self.next_micro_batch_tokens()
+        if self._evaluation is not None:
+            needed = self.bytes_if_offloaded(num_tokens)
+            return needed, needed
+        most = self.bytes_if_all_kept(num_tokens)
+        return (most if self._job.settings.recompute == "never" else self.bytes_if_recomputed(num_tokens)), most
 
     def held_bytes(self) -> int:
         """Bytes of layer inputs and kept graphs held on the device now."""
@@ -132,7 +147,7 @@ class TrainerMemory:
         """
         if self.can_split and self._update is not None and self._update.begins_micro_batch:
             self._update.split_next(max_tokens)
-        elif self.can_split and self._update is None and self._next:
+        elif self.can_split and self._running is None and self._next:
             self._next[:1] = self._next[0].split(max_tokens)
         return self.next_micro_batch_tokens()
 
@@ -144,18 +159,22 @@ class TrainerMemory:
     # ------------------------------------------------------------ inside
 
     @property
-    def _current(self) -> MicroBatchPass | None:
-        return None if self._update is None else self._update.current
+    def _running(self) -> RunningUpdate | RunningEvaluation | None:
+        return self._evaluation if self._update is None else self._update
+
+    @property
+    def _current(self) -> MicroBatchPass | EvalPass | None:
+        return None if self._running is None else self._running.current
 
     def _following_batches(self) -> list[MicroBatch]:
         """Micro-batches of the next update to start."""
         return self._next if self._update is None else self._load(self.cursor.step + 1)
 
     def _load(self, step: int) -> list[MicroBatch]:
-        return self.schedule.load(step, self._context.decoder.device)
+        return [] if self.cursor.evaluated.stopped else self.schedule.load(step, self._context.decoder.device)
 
     def _begun(self) -> None:
         """A unit has run: a micro-batch that was to begin with its inputs in host memory learns of it in its first."""
-        if self._offload_next and self._current is not None:
+        if self._offload_next and self._update is not None and self._current is not None:
             self._current.offload_inputs()
             self._offload_next = False

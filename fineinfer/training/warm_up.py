@@ -8,6 +8,7 @@ from fineinfer.adapters.config import MODULES
 from fineinfer.adapters.weights import LoraLayout
 from fineinfer.messages import TrainingSettings
 from fineinfer.model.decoder import Decoder
+from fineinfer.training.dropout import Dropout
 from fineinfer.training.fused_layers import make_layers
 from fineinfer.training.layers import Segments
 from fineinfer.training.loss import head_chunk
@@ -34,8 +35,9 @@ def warm_up(decoder: Decoder, ops: TrainingOps) -> None:
     layers = make_layers(decoder, adapted_blocks(state.compute, state.grads), ops)
     positions = torch.arange(_NUM_TOKENS, device=decoder.device)
     lengths = torch.full_like(positions, _NUM_TOKENS)
-    segments = Segments.make(decoder, positions, lengths, [0, _NUM_TOKENS])
     x = torch.zeros(_NUM_TOKENS, decoder.spec.hidden_size, dtype=decoder.dtype, device=decoder.device)
-    y, saved = layers.forward(0, x, segments, keep=True)
-    layers.backward(0, x, segments, saved, head_chunk(decoder, y, torch.zeros_like(positions), 1.0, ops).grad)
+    for dropout in (None, Dropout(torch.zeros_like(positions, dtype=torch.int32), 0.1, ops.dropout)):
+        segments = Segments.make(decoder, positions, lengths, [0, _NUM_TOKENS], dropout)
+        y, saved = layers.forward(0, x, segments, keep=True)
+        layers.backward(0, x, segments, saved, head_chunk(decoder, y, torch.zeros_like(positions), 1.0, ops).grad)
     state.optimizer.update(state.grads.flat, 0.0)

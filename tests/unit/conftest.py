@@ -14,7 +14,9 @@ import pytest
 from fineinfer.ipc import Router
 from fineinfer.messages import (
     AbortRequest,
+    AdapterChecked,
     AddRequest,
+    CheckAdapter,
     EngineDown,
     EngineInfo,
     EngineStats,
@@ -83,12 +85,15 @@ class FakeEngine:
     progress_moves: bool = True
     refuse: RequestOutput | None = None
     calls: list[Callable[[], None]] = field(default_factory=list)
+    check: Callable[[CheckAdapter], str | None] | None = lambda message: None  # None: it never answers
+    store: Any = None  # whose adapters are served as soon as a change of it is told; None: nothing is
 
     def __post_init__(self) -> None:
         self.addresses = [f"ipc://{self.folder}/engine", f"ipc://{self.folder}/control"]
         self._engine: Router[Any, Any] = Router(self.addresses[0], TOKEN, ToEngine)
         self._control: Router[Any, Any] = Router(self.addresses[1], TOKEN, FromApi)
         self._peers: set[bytes] = set()
+        self.served: dict[str, str] = {}
         self._progress = 0
         self._up = True
         self._stop = threading.Event()
@@ -98,7 +103,7 @@ class FakeEngine:
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
-            boot_id=f"boot-{self.boot}", base_model="base", max_model_len=512, max_request_tokens=256,
+            boot_id=f"boot-{self.boot}", base_model="base", max_model_len=512, max_request_tokens=256, max_loras=3,
             vocab_size=self.vocab_size, eos_token_ids=[self.eos], dtype="float32", device="cpu", memory_plan={},
         )  # fmt: skip
 
@@ -107,7 +112,9 @@ class FakeEngine:
             boot_id=f"boot-{self.boot}", time_s=time.monotonic(), num_running=len(self.open), num_waiting=0,
             kv_slots_used=5, kv_slots_now=10, kv_slots_max=20, prompt_tokens_total=7, generation_tokens_total=11,
             num_preemptions_total=0, memory_bytes={"weights": 100}, train_loss=1.5, train_job_id="ftjob-1",
-            train_job_device_s=2.5, slice_times_ms={"decode": 2.0},
+            train_job_device_s=2.5, slice_times_ms={"decode": 2.0}, adapter_versions=self.served,
+            adapter_tiers={"v4": "loaded", "v8": "cpu"}, adapter_slots=3, adapter_slots_used=1, adapter_loads_total=9,
+            adapter_evictions_total=5,
         )  # fmt: skip
 
     def call(self, function: Callable[[], None]) -> None:
@@ -157,6 +164,9 @@ class FakeEngine:
                 peer, message = item
                 self._peers.add(peer)
                 self.store_changes += isinstance(message, StoreChanged)
+                if isinstance(message, StoreChanged) and self.store is not None:
+                    self.served = {record.name: record.version for record in self.store.adapters.current()}
+                    self._engine.send(b"api-0", self.stats())
                 if isinstance(message, Hello) and self._up:
                     self._control.send(peer, EngineUp(info=self.info))
             if self._up:
@@ -189,6 +199,8 @@ class FakeEngine:
                 self._engine.send(peer, Outputs(outputs=[refusal]))
             else:
                 self.open[message.request_id] = (peer, message, list(self.script(message)))
+        elif isinstance(message, CheckAdapter) and self.check is not None:
+            self._engine.send(peer, AdapterChecked(version=message.version, error=self.check(message)))
         elif isinstance(message, AbortRequest):
             self.aborted.append(message.request_id)
             self._end(message.request_id, "abort")
@@ -276,7 +288,7 @@ def serve(tmp_path: Path, tiny_tokenizer: Any) -> Iterator[Callable[..., LiveSer
         cleanups.append(engine.close)
         settings = ApiSettings(
             engine_address=engine.addresses[0], control_address=engine.addresses[1], state_dir=str(tmp_path / "state"),
-            served_model_name="base", **fields,
+            **{"served_model_name": "base", **fields},
         )  # fmt: skip
         store = Store(settings.state_dir)
         cleanups.append(store.close)

@@ -15,6 +15,7 @@ from fineinfer.data.packed import DatasetSummary, write_summary
 from fineinfer.messages import (
     EngineInfo,
     JobCheckpoint,
+    JobEval,
     JobProgress,
     StartJob,
 )
@@ -46,6 +47,10 @@ def checkpoint(job_id: str, name: str, step: int, final: bool = False) -> JobChe
         job_id=job_id, name=name, step=step, version=f"sha-{step}", directory=f"/adapters/sha-{step}",
         checkpoint_dir="/c", loss=1.5, trained_tokens=10 * step, final=final,
     )  # fmt: skip
+
+
+def evaluation(job_id: str, step: int, loss: float, best: bool = True) -> JobEval:
+    return JobEval(job_id=job_id, step=step, loss=loss, mean_token_accuracy=0.25, num_tokens=9, best=best)
 
 
 class World:
@@ -81,12 +86,17 @@ class World:
             await self._task
         self.store.close()
 
-    def submit(self, name: str, rows: list[Any] | None = None, **hyperparameters: Any) -> JobRecord:
+    def submit(
+        self, name: str, rows: list[Any] | None = None, *, owner: str = "", asked: Any = None, **hyperparameters: Any
+    ) -> JobRecord:
+        """``asked``: fields of the JobRequest, beside its hyperparameters."""
         path = self.store.state_dir / "upload"
         path.write_text("".join(json.dumps(row) + "\n" for row in (rows or [ROW] * 4)))
         file = add_file(self.store, path, "train.jsonl", "fine-tune")
-        request = JobRequest(model="base", training_file=file.id, suffix=name, hyperparameters=hyperparameters)
-        job = create_job(self.store, request)
+        request = JobRequest(
+            model="base", training_file=file.id, suffix=name, hyperparameters=hyperparameters, **(asked or {})
+        )
+        job = create_job(self.store, request, owner=owner)
         self.manager.wake()
         return job
 
@@ -105,6 +115,21 @@ class World:
 
     def started(self) -> list[str]:
         return [message.job_id for message in self.sent if isinstance(message, StartJob)]
+
+    async def tell(self, *messages: Any) -> None:
+        for message in messages:
+            await self.manager.on_engine_message(message)
+
+    def ask(self, action: str, job: JobRecord) -> JobRecord:
+        """What an api worker does: pause, resume or cancel, then wake the manager."""
+        changed: JobRecord = getattr(self.store.jobs, action)(job.id)
+        self.manager.wake()
+        return changed
+
+    def served(self, name: str) -> int | None:
+        """The step that a name means, or None."""
+        adapter = self.store.adapters.resolve(name)
+        return None if adapter is None else adapter.step
 
     async def running(self, job: JobRecord) -> None:
         await self.until(lambda: job.id in self.started())

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -15,9 +16,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fineinfer.adapters.batch import AdapterSegment, serving_project
-from fineinfer.adapters.config import AdapterError
+from fineinfer.adapters.config import AdapterError, module_path
 from fineinfer.adapters.peft_io import content_hash, load_adapter, save_adapter
-from fineinfer.adapters.registry import AdapterRegistry
+from fineinfer.adapters.registry import AdapterRegistry, AdapterVersion
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.kernels.reference import attention_varlen
 from fineinfer.messages import LoraSpec
@@ -62,7 +63,7 @@ def random_adapter(decoder: Decoder, spec: LoraSpec, folder: Path, seed: int = 0
 def served_logits(decoder: Decoder, folder: Path) -> torch.Tensor:
     registry = AdapterRegistry(decoder.spec, 2, 8, torch.float32, torch.device("cpu"))
     version = content_hash(folder)
-    registry.register("lora", 1, version, folder)
+    registry.register(AdapterVersion("lora", 1, version, folder))
     slot = registry.acquire(version)
     assert slot is not None
     project = serving_project(registry, [AdapterSegment(slot, 0, len(IDS))])
@@ -80,6 +81,21 @@ def served_logits(decoder: Decoder, folder: Path) -> torch.Tensor:
         LoraSpec(r=4, lora_alpha=8),
         LoraSpec(r=3, lora_alpha=7.5, target_modules=("v_proj", "q_proj"), use_rslora=True),
         LoraSpec(r=8, lora_alpha=16, target_modules=("down_proj",)),
+        LoraSpec(
+            r=4,
+            lora_alpha=6,
+            lora_dropout=0.25,
+            rank_pattern={"down_proj": 7, "self_attn.k_proj": 1},
+            alpha_pattern={"model.layers.1.self_attn.v_proj": 40.5, "up_proj": 1},
+        ),
+        # of two patterns that match the first one counts, also where the alphabet has them the other way round
+        LoraSpec(
+            r=2,
+            target_modules=("q_proj", "k_proj"),
+            rank_pattern={"q_proj": 3, "layers.0.self_attn.q_proj": 5},
+            alpha_pattern={"layers.0.self_attn.q_proj": 9.0, "q_proj": 64.0},
+            use_rslora=True,
+        ),
     ],
 )
 def test_peft_loads_our_export_and_computes_the_same(
@@ -167,6 +183,50 @@ def test_a_fresh_adapter_starts_as_peft_s(decoder: Decoder) -> None:
     assert not torch.equal(weights.flat, LoraWeights.init(layout, torch.float32, "cpu", seed=2).flat)
 
 
+def test_patterns_mean_to_us_what_they_mean_to_peft(base: Path, decoder: Decoder) -> None:
+    spec = LoraSpec(
+        r=4, lora_alpha=6, rank_pattern={"layers.1.mlp.up_proj": 2, "proj": 8, "mlp.up_proj": 3, "q_proj": 5},
+        alpha_pattern={"0.self_attn.o_proj": 7.0, "self_attn.o_proj": 1.5},
+    )  # fmt: skip
+    with pytest.raises(AdapterError, match="'proj' matches no module"):  # an end of a name is not an end of a path
+        LoraLayout.uniform(decoder.spec, spec)
+    ranks = {name: rank for name, rank in spec.rank_pattern.items() if name != "proj"}
+    spec = msgspec.structs.replace(spec, rank_pattern=ranks)
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=list(spec.target_modules), rank_pattern=ranks,
+        alpha_pattern=spec.alpha_pattern,
+    )  # fmt: skip
+    model = get_peft_model(reference_model(base), config)
+    theirs = {
+        name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    layout = LoraLayout.uniform(decoder.spec, spec)
+    ours = {module_path(module.layer, module.name): (module.rank, module.scaling) for module in layout.modules()}
+    assert ours == theirs and layout.max_rank == 5 == max(rank for rank, _ in ours.values())
+    assert len({value for value in ours.values()}) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rank_pattern": {"lm_head": 4}}, "'lm_head' matches no module"),
+        ({"rank_pattern": {"layers.2.mlp.up_proj": 4}}, "matches no module"),
+        ({"alpha_pattern": {"o_proj": 4.0}}, "alpha_pattern: 'o_proj' matches no module"),
+        ({"alpha_pattern": {".*_proj": 4.0}}, "not a module name"),
+        ({"alpha_pattern": {"": 4.0}}, "not a module name"),
+        ({"rank_pattern": {"^q_proj": 4}}, "not a module name"),
+        ({"rank_pattern": {"q_proj": 0}}, "at least 1"),
+        ({"r": 0}, "at least 1"),
+    ],
+)
+def test_patterns_that_match_nothing_are_refused(decoder: Decoder, change: dict[str, Any], named: str) -> None:
+    spec = LoraSpec(r=4, target_modules=("q_proj", "up_proj"))
+    with pytest.raises(AdapterError, match=named):
+        LoraLayout.uniform(decoder.spec, msgspec.structs.replace(spec, **change))
+
+
 REFUSED_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "use_dora"),
     ({"bias": "lora_only"}, "bias"),
@@ -247,7 +307,7 @@ def test_damaged_adapters_are_refused_and_never_registered(
         load_adapter(tmp_path / "a", decoder.spec, 8)
     registry = AdapterRegistry(decoder.spec, 1, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(AdapterError):
-        registry.register("bad", 1, "0" * 64, tmp_path / "a")
+        registry.register(AdapterVersion("bad", 1, "0" * 64, tmp_path / "a"))
     assert registry.names() == []
     assert registry.resolve("bad") is None
 
@@ -258,7 +318,7 @@ def test_registry_pins_versions_and_reuses_the_least_recently_used_slot(decoder:
     for step in range(3):
         random_adapter(decoder, LoraSpec(r=4, target_modules=("q_proj",)), tmp_path / f"{step}", seed=step)
         versions.append(content_hash(tmp_path / f"{step}"))
-        registry.register("lora", step, versions[step], tmp_path / f"{step}", current=step < 2)
+        registry.register(AdapterVersion("lora", step, versions[step], tmp_path / f"{step}"), current=step < 2)
     current, by_step = registry.resolve("lora"), registry.resolve("lora@2")
     assert current is not None and (current.step, current.version) == (1, versions[1])
     assert by_step is not None and by_step.version == versions[2]
@@ -278,7 +338,7 @@ def test_registry_pins_versions_and_reuses_the_least_recently_used_slot(decoder:
     with pytest.raises(ValueError, match="not pinned"):
         registry.release(versions[1])
     shutil.rmtree(tmp_path / "0")
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with pytest.raises(AdapterError, match="missing"):
         registry.acquire(versions[0])
 
 
@@ -292,7 +352,7 @@ def test_mixed_ranks_targets_and_base_rows_in_one_batch(decoder: Decoder, tmp_pa
     for index, spec in enumerate(specs):
         adapters.append(random_adapter(decoder, spec, tmp_path / f"{index}", seed=index))
         version = content_hash(tmp_path / f"{index}")
-        registry.register(f"lora{index}", 1, version, tmp_path / f"{index}")
+        registry.register(AdapterVersion(f"lora{index}", 1, version, tmp_path / f"{index}"))
         slot = registry.acquire(version)
         assert slot is not None
         slots.append(slot)

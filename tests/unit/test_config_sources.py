@@ -238,3 +238,32 @@ def test_a_switch_is_on_by_its_flag_or_by_true() -> None:
     assert load_config({}, {"FINEINFER_ENFORCE_EAGER": "true"}).model.enforce_eager is True
     with pytest.raises(ConfigError, match="true or false"):
         load_config({}, {"FINEINFER_ENFORCE_EAGER": "yes"})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        ["sql=/a", "de=/b"],
+        "sql=/a,de=/b",
+        ['{"name": "sql", "path": "/a", "base_model_name": "x"}', "de=/b"],
+        '[{"name": "sql", "path": "/a"}, {"name": "de", "path": "/b"}]',
+    ],
+)
+def test_lora_modules_as_vllm_takes_them(raw: object) -> None:
+    adapters = load_config({"lora_modules": raw}).adapters
+    assert adapters.lora_modules == (("sql", Path("/a")), ("de", Path("/b")))
+
+
+@pytest.mark.parametrize("raw", [["sql"], ["=x"], ["sql="], ['{"name": "sql"}'], "{", ["a=/x", "a=/y"]])
+def test_lora_modules_that_name_nothing_are_refused(raw: object) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        load_config({"lora_modules": raw})
+
+
+def test_copies_in_host_memory_are_no_fewer_than_slots_and_admin_keys_are_not_shown() -> None:
+    assert load_config({"max_loras": "2", "max_cpu_loras": "2"}).memory.max_cpu_loras == 2
+    with pytest.raises(ConfigError, match="--max-cpu-loras 2 is below --max-loras 8"):
+        load_config({"max_cpu_loras": "2"})
+    with pytest.raises(ConfigError) as caught:
+        load_config({"admin_api_key": ["", " "]})
+    assert "***" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,13 @@ from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE
 from tests.unit.chat_families import family_tokenizer
 
 OWN_FILES = Path(__file__).parents[1] / "data" / "formats"
-# longer files of the same kinds lie beside the checkout on some machines
-FILES = [*sorted(OWN_FILES.glob("*.jsonl")), *sorted(OWN_FILES.parents[3].glob("shared/data/formats/*.jsonl"))]
+# and those of a folder of one's own: FINEINFER_FORMAT_FILES=folder pytest tests/unit/test_data_formats.py
+FILES = [
+    path
+    for folder in (OWN_FILES, os.environ.get("FINEINFER_FORMAT_FILES"))
+    if folder
+    for path in sorted(Path(folder).glob("*.jsonl"))
+]
 FORMAT_OF = {"openai_chat_weights": "openai_chat", "openai_chat_tools": "openai_chat"}
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

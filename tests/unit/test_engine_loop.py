@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV, SetBudget
 from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 
 from .engine_harness import BYTES_PER_SLOT, Harness, publish
+from .training_job import write_job
 
 
 @pytest.fixture
@@ -289,3 +291,13 @@ def test_aborts_and_refusals_leave_nothing(make):
         "nobody": "model_not_found",
     }
     assert harness.reason("left") == "abort" and harness.reason("stays") == "length"
+
+
+def test_what_a_job_may_take_holds_while_it_is_there(make, tmp_path):
+    harness = make()
+    training = harness.parts.training
+    assert training.state(0.0).max_share == 1.0
+    training.start(msgspec.structs.replace(write_job(tmp_path / "job"), max_share=0.25))
+    assert training.state(0.0).max_share == 0.25
+    training.cancel("job")
+    assert training.state(0.0).max_share == 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fineinfer.kernels import activation_training, adamw, cross_entropy, reference, reference_training, rope
+from fineinfer.kernels import activation_training, adamw, cross_entropy, dropout, reference, reference_training, rope
 from fineinfer.kernels.norm_backward import rms_norm_backward
 from fineinfer.kernels.reference_training import Expansion
 
@@ -210,3 +210,30 @@ def test_the_twins_are_the_derivatives() -> None:
     losses, _, gradient = reference_training.cross_entropy(logits, targets)
     torch.testing.assert_close(losses, loss.detach())
     torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 576), (0, 64), (4, 65), (5, 1), (2, 2500), (40, 16)])
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 0.999])
+def test_dropout_equals_its_twin_to_the_bit(
+    shape: tuple[int, int], rate: float, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    x = torch.randn(shape[0], shape[1] + 3, device=kernel_device, dtype=dtype)[:, :-3]  # rows may be strided
+    keys = torch.randint(-(2**31), 2**31, shape[:1], device=kernel_device).to(torch.int32)
+    before = x.clone()
+    for salt in (0, 1, 16, 881):
+        ours = dropout.dropout(x, keys, salt, rate)
+        assert torch.equal(ours, reference_training.dropout(x, keys, salt, rate)) and ours.dtype == dtype
+        assert torch.equal(x, before) and (rate > 0 or torch.equal(ours, x))
+
+
+def test_dropout_leaves_what_is_not_finite_where_it_is_dropped(kernel_device: torch.device) -> None:
+    keys = torch.arange(50, device=kernel_device, dtype=torch.int32) * 7919
+    x = torch.full((50, 40), float("inf"), device=kernel_device)
+    for op in (dropout.dropout, reference_training.dropout):
+        ours = op(x, keys, 3, 0.5)
+        assert not ours.isnan().any() and 0.4 < float(ours.isinf().double().mean()) < 0.6
+    for wrong in (keys[:3], keys.long(), keys.repeat(2)[::2]):
+        with pytest.raises(ValueError):
+            dropout.dropout(x, wrong, 3, 0.5)
+    with pytest.raises(ValueError):
+        dropout.dropout(x.t(), keys[:40], 3, 0.5)

@@ -48,6 +48,7 @@ def simulate(
     **targets: float,
 ) -> Outcome:
     """Poisson arrivals of ShareGPT-like lengths beside a job that never ends."""
+    max_share = targets.pop("max_share", 1.0)  # the job's own
     latency, made = LatencyModel(), make_policy(policy, SloTargets(**targets))
     kv = KVCache(200_000, 256, 4096)
     scheduler = Scheduler(kv, SchedulerLimits(256, 4096, 1.0, 512), made, latency)
@@ -69,7 +70,7 @@ def simulate(
         left = UNITS - done % UNITS
         state = TrainingState()
         if training:
-            state = TrainingState(True, done % UNITS != 0, left * UNIT_S, UNIT_S, beside=beside)
+            state = TrainingState(True, done % UNITS != 0, left * UNIT_S, UNIT_S, 0, beside, max_share)
         plan = scheduler.plan(now, state)
         overlapped = beside and plan.train and bool(plan.chunks)
         if plan.chunks:
@@ -137,6 +138,20 @@ def test_the_minimum_share_holds_under_overload(share: float) -> None:
 
 def test_the_maximum_share_holds_at_idle() -> None:
     assert simulate(0, 30, train_share_max=0.3).share == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize("policy", ["slo", "deferred", "inference-first", "train-first"])
+def test_a_job_that_wants_less_gets_less_under_every_policy(policy: str) -> None:
+    for share, limits in ((0.2, {"max_share": 0.2}), (0.1, {"max_share": 0.5, "train_share_max": 0.1})):
+        assert simulate(0, 30, policy, **limits).share == pytest.approx(share, abs=0.03)
+        assert simulate(1, 30, policy, **limits).share <= share + 0.03
+    assert simulate(0, 5, policy).share > 0.99
+
+
+def test_what_a_job_may_take_goes_before_what_training_is_promised() -> None:
+    for beside in (False, True):
+        outcome = simulate(60, 30, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.2, max_share=0.05, beside=beside)
+        assert outcome.share == pytest.approx(0.05, abs=0.02)
 
 
 def test_a_prompt_waits_for_one_unit_at_most() -> None:

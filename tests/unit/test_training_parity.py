@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from fineinfer.data.packed import write_dataset
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
@@ -177,6 +178,38 @@ def test_fp32_losses_on_the_embedded_model_follow_peft(embedded_model: Path, tmp
     assert [e["grad_norm"] for e in trainer.log_history] == pytest.approx(norms, rel=2e-2)  # fp32 noise, see above
     assert max(differences[:5]) < 1e-5
     assert max(differences) < 1e-4
+
+
+def test_fp32_evaluations_equal_peft_s_of_the_published_adapter(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(FAMILIES["llama"]()).save_pretrained(tmp_path / "model")
+    settings = TrainingSettings(
+        lora=LoraSpec(r=4, lora_alpha=12, lora_dropout=0.2, rank_pattern={"q_proj": 2}), batch_size=2, n_epochs=2,
+        learning_rate=1e-2, micro_batch_tokens=64, min_lr_ratio=0.1,
+    )  # fmt: skip
+    rows, held_out = rows_of([5, 31, 12, 23], 97, seed=3), rows_of([9, 40, 3, 17, 26, 11, 70], 97, seed=4)
+    job = start_job(tmp_path / "job", held_out, settings)
+    (tmp_path / "job/dataset.safetensors").rename(tmp_path / "job/eval.safetensors")
+    job = msgspec.structs.replace(start_job(tmp_path / "job", rows, settings), eval_sha256=job.dataset_sha256)
+    trainer = Trainer(load_model(tmp_path / "model", dtype="float32").decoder, job, keep)
+    while not trainer.finished:
+        trainer.advance()
+    evals, checkpoints = trainer.take_evals(), trainer.take_checkpoints()
+    assert [message.step for message in evals] == [message.step for message in checkpoints] == [2, 4]
+    assert evals[0].loss != evals[1].loss
+    for evaluation, checkpoint in zip(evals, checkpoints, strict=True):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, checkpoint.directory).eval()
+        loss, correct, targets = 0.0, 0, count_targets(held_out)
+        with torch.inference_mode():
+            for ids, mask in held_out:
+                logits, labels = model(torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:])
+                trained = torch.tensor(mask[1:]) == 1
+                loss += F.cross_entropy(logits[trained], labels[trained], reduction="sum").item() / targets
+                correct += int((logits.argmax(-1) == labels)[trained].sum())
+        print(f"update {evaluation.step}: {evaluation.loss} and {loss}, {abs(evaluation.loss / loss - 1):.1e} apart")
+        assert evaluation.loss == pytest.approx(loss, rel=1e-5)
+        assert evaluation.mean_token_accuracy == correct / targets and evaluation.num_tokens == targets
 
 
 def keep(num_tokens: int, layer: int) -> bool:

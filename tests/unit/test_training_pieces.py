@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from fineinfer.data.packed import DATASET_FILE, write_dataset
-from fineinfer.messages import TrainingSettings
+from fineinfer.messages import LoraSpec, TrainingSettings
 from fineinfer.training.dataset import PackedDataset, Schedule
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.optimizer import AdamW, clip_factor, gradient_norm
@@ -47,11 +47,44 @@ def test_schedules_equal_transformers(kind: str, total: int, ratio: float) -> No
         schedule.step()
 
 
-def test_unknown_values_are_refused() -> None:
-    for change in ({"lr_scheduler": "wsd"}, {"recompute": "maybe"}, {"batch_size": 0}, {"save_steps": -2}):
-        with pytest.raises(TrainingError) as error:
-            check_settings(msgspec.structs.replace(TrainingSettings(), **change))
-        assert error.value.code == "invalid_hyperparameters"
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(("total", "warmup"), [(20, 3), (7, 0), (1, 0)])
+def test_schedules_that_do_not_fall_to_zero(total: int, warmup: int, ratio: float) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    options = {"min_lr_rate": ratio} if ratio else {"min_lr": 0.0}  # transformers takes 0 for none given
+    schedule = transformers.get_scheduler("cosine_with_min_lr", optimizer, warmup, total, options)
+    for step in range(total):
+        assert 0.5 * lr_factor("cosine", step, total, warmup, ratio) == pytest.approx(
+            schedule.get_last_lr()[0], abs=1e-15
+        )
+        plain = lr_factor("linear", step, total, warmup)
+        expected = plain if step < warmup else ratio + (1 - ratio) * plain  # transformers has no linear one
+        assert lr_factor("linear", step, total, warmup, ratio) == pytest.approx(expected, abs=1e-15)
+        optimizer.step()
+        schedule.step()
+    for kind in ("cosine", "linear"):
+        factors = [lr_factor(kind, step, 1000, 0, ratio) for step in range(1001)]
+        assert factors == sorted(factors, reverse=True) and factors[0] == 1.0
+        assert factors[-1] == pytest.approx(ratio, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr_scheduler": "wsd"}, "lr_scheduler"),
+        ({"recompute": "maybe"}, "recompute"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"save_steps": -2}, "save_steps"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio"),
+        ({"min_lr_ratio": 0.1, "lr_scheduler": "constant"}, "min_lr_ratio"),
+        ({"lora": LoraSpec(lora_dropout=1.0)}, "lora_dropout"),
+        ({"lora": LoraSpec(lora_dropout=float("nan"))}, "lora_dropout"),
+    ],
+)
+def test_unknown_values_are_refused(change: dict[str, object], named: str) -> None:
+    with pytest.raises(TrainingError, match=named) as error:
+        check_settings(msgspec.structs.replace(TrainingSettings(), **change))
+    assert error.value.code == "invalid_hyperparameters"
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

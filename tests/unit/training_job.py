@@ -19,11 +19,13 @@ SETTINGS = TrainingSettings(
 )  # fmt: skip
 
 
-def write_job(folder: Path, settings: TrainingSettings = SETTINGS, num_rows: int = 12, longest: int = 100) -> StartJob:
-    """A job on random rows of 20 to ``longest`` tokens."""
+def write_job(
+    folder: Path, settings: TrainingSettings = SETTINGS, num_rows: int = 12, longest: int = 100, shortest: int = 20
+) -> StartJob:
+    """A job on random rows of ``shortest`` to ``longest`` tokens, the latter not included."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(4)
-    lengths = rng.integers(20, longest, num_rows)
+    lengths = rng.integers(shortest, longest, num_rows)
     rows = [(rng.integers(3, CONFIG["vocab_size"], n).tolist(), [0] + [1] * (int(n) - 1)) for n in lengths]
     return StartJob(
         job_id="job", name="lora", base_model="m", settings=settings, job_dir=str(folder),

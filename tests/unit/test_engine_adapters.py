@@ -1,0 +1,285 @@
+"""Adapters in a whole engine: more of them than slots, checks, folders read on a thread, and live from training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from fineinfer.adapters.reader import AdapterReader
+from fineinfer.adapters.weights import LoraWeights
+from fineinfer.engine import adapter_traffic, inbox
+from fineinfer.messages import (
+    AdapterChecked,
+    AdapterRejected,
+    CancelJob,
+    CheckAdapter,
+    EngineStats,
+    JobCheckpoint,
+    JobEnded,
+    RemoveAdapter,
+    SetAdapter,
+    StartJob,
+)
+
+from .engine_harness import Harness, publish
+from .tagged_engine import one_thread  # noqa: F401 - a fixture
+from .training_job import SETTINGS, Told, write_job
+
+PROMPT = [5, 9, 2, 33, 71]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Harness]]:
+    made: list[Harness] = []
+
+    def build(**settings: Any) -> Harness:
+        folder = tmp_path / f"engine-{len(made)}"
+        folder.mkdir()
+        own = {"max_lora_rank": 8, "max_loras": 2, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20}
+        made.append(Harness(folder, **(own | settings)))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.close()
+
+
+def answers(harness: Harness) -> list[Any]:
+    """What the engine answers those that ask, from now on."""
+    found: list[Any] = []
+    harness.parts.outbox.answer = lambda peer, message: found.append(message)  # type: ignore[method-assign]
+    return found
+
+
+def stats(harness: Harness) -> EngineStats:
+    return harness.parts.outbox._snapshot()
+
+
+def test_more_adapters_than_slots_are_served_as_if_each_were_alone(
+    make: Callable[..., Harness], tmp_path: Path
+) -> None:
+    roomy, tight = make(max_loras=6), make(max_loras=2)
+    for harness in (roomy, tight):
+        for seed in range(6):
+            publish(harness, f"n{seed}", tmp_path / f"a{seed}", seed + 1)
+        for index in range(18):
+            harness.add(f"r{index}", [*PROMPT, index], f"n{index % 6}", max_tokens=4 + index % 5)
+        harness.run()
+    assert {name: roomy.tokens(name) for name in roomy.outputs} == {name: tight.tokens(name) for name in tight.outputs}
+    assert stats(roomy).adapter_evictions_total == 0 and stats(tight).adapter_evictions_total >= 4
+    assert (stats(tight).adapter_slots, stats(tight).adapter_slots_used) == (2, 2)
+    assert sorted(stats(tight).adapter_tiers.values()) == ["loaded", "loaded"]
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 1e9])
+def test_an_adapter_that_always_has_requests_does_not_keep_others_waiting(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    monkeypatch.setattr(inbox, "SLOT_PATIENCE_S", patience_s)
+    harness = make(max_loras=1)
+    for seed, name in ((1, "busy"), (2, "late")):
+        publish(harness, name, tmp_path / name, seed)
+    harness.add("r0", PROMPT, "busy", max_tokens=8)
+    harness.add("late", PROMPT, "late", max_tokens=2)
+    done_at: list[int] = []
+
+    def go_on(turn: int) -> None:
+        if turn % 4 == 0 and turn < 120:
+            harness.add(f"r{turn + 1}", PROMPT, "busy", max_tokens=8)
+        if harness.outputs["late"] and not done_at:
+            done_at.append(turn)
+
+    harness.run(go_on)
+    assert (done_at[0] < 60) == (patience_s == 0.0), "without standing back it comes last"
+
+
+def test_a_pinned_adapter_is_loaded_once(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make(max_loras=2)
+    publish(harness, "pinned", tmp_path / "pinned", 1)
+    harness.loop.step()
+    entry = harness.parts.adapters.resolve("pinned")
+    assert entry is not None
+    message = SetAdapter(name="pinned", version=entry.version, step=1, directory=str(entry.directory), pinned=True)
+    harness.send(message)
+    for seed in (2, 3, 4):
+        publish(harness, f"n{seed}", tmp_path / f"n{seed}", seed)
+    for turn in range(9):
+        harness.add(f"r{turn}", PROMPT, f"n{2 + turn % 3}", max_tokens=2)
+    harness.run()
+    assert stats(harness).adapter_tiers[entry.version] == "loaded"
+    loads = stats(harness).adapter_loads_total
+    harness.add("last", PROMPT, "pinned", max_tokens=2)
+    harness.run()
+    assert stats(harness).adapter_loads_total == loads
+
+
+def test_a_folder_is_judged_without_being_served(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make()
+    told, said = Told(harness), answers(harness)
+    publish(harness, "good", tmp_path / "good", 1)
+    harness.loop.step()
+    entry = harness.parts.adapters.resolve("good")
+    assert entry is not None and entry.directory is not None
+    harness.send(RemoveAdapter(name="good"))
+    harness.send(CheckAdapter(version=entry.version, directory=str(entry.directory)))
+    harness.send(CheckAdapter(version="f" * 64, directory=str(entry.directory)))
+    harness.send(SetAdapter(name="bad", version="f" * 64, step=1, directory=str(entry.directory)))
+    harness.loop.step()
+    assert [(message.version, message.error is None) for message in said] == [
+        (entry.version, True), ("f" * 64, False),
+    ]  # fmt: skip
+    assert isinstance(said[0], AdapterChecked) and "expected ffff" in (said[1].error or "")
+    assert [message.name for message in told.of(AdapterRejected)] == ["bad"]
+    assert harness.parts.adapters.names() == []
+
+
+def test_the_loop_goes_on_while_a_thread_reads(make: Callable[..., Harness], tmp_path: Path) -> None:
+    harness = make()
+    adapters, spec = harness.parts.adapters, harness.parts.training._decoder.spec
+    adapters.reader = reader = AdapterReader(spec, 8, torch.float32, num_copies=2, on_thread=True)
+    gate, read = threading.Event(), reader._read
+
+    def gated(version: str, directory: Path) -> LoraWeights:
+        assert gate.wait(30)
+        return read(version, directory)
+
+    reader._read = gated  # type: ignore[method-assign]
+    publish(harness, "a", tmp_path / "a", 1)
+    harness.add("base", PROMPT, max_tokens=5)
+    harness.add("waits", PROMPT, "a", max_tokens=5)  # its first version is being read: it waits, however long
+
+    def turn_of(turn: int) -> None:
+        if harness.outputs["base"] and harness.reason("base") is not None:
+            gate.set()
+
+    harness.run(turn_of)
+    assert harness.reason("waits") == "length" and harness.outputs["waits"][-1].adapter_step == 1
+    assert harness.parts.adapter_traffic.busy is False
+    reader.close()
+
+
+# ---------------------------------------------------------------- live from training
+
+
+@pytest.fixture
+def every_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_traffic, "LIVE_COST", 1.0)
+
+
+def live_job(tmp_path: Path, **changes: Any) -> StartJob:
+    settings = msgspec.structs.replace(SETTINGS, n_epochs=2, **changes)
+    return msgspec.structs.replace(write_job(tmp_path / "job", settings), serve="live")
+
+
+def train_until(harness: Harness, step: int) -> None:
+    """Until the job has finished so many updates and the engine has had a turn after."""
+    trainer = harness.parts.training.trainer
+    while trainer is not None and harness.parts.training.trainer is trainer and trainer.step < step:
+        harness.loop.step()
+    harness.loop.step()
+
+
+def serving(harness: Harness) -> str | None:
+    return harness.parts.adapters.current().get("lora")
+
+
+def test_what_is_trained_is_served_after_each_update_and_requests_keep_theirs(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None
+) -> None:
+    harness = make()
+    told = Told(harness)
+    harness.parts.training.start(live_job(tmp_path))
+    harness.loop.step()
+    assert serving(harness) == "live-job-0", "the name is there before the first update"
+    train_until(harness, 2)
+    harness.add("early", PROMPT, "lora", max_tokens=40)
+
+    def train_beside(turn: int) -> None:
+        trainer = harness.parts.training.trainer
+        for _ in range(40):
+            if trainer is not None and trainer.step < 4:
+                harness.parts.training.run_unit()
+        if turn == 25:
+            harness.add("late", PROMPT, "lora", max_tokens=8)
+
+    harness.run(train_beside)
+    (early,), (late,) = ({o.adapter_step for o in harness.outputs[name]} for name in ("early", "late"))
+    assert early == 2 and late is not None and late > 2
+    assert harness.outputs["early"][0].adapter_version == "live-job-2"
+    train_until(harness, 99)
+    checkpoints = {message.step: message for message in told.of(JobCheckpoint)}
+    assert [ended.status for ended in told.of(JobEnded)] == ["succeeded"]
+    last = max(checkpoints)
+    assert serving(harness) == f"live-job-{last}", "until the result is registered"
+    for step in (2, last):
+        c = checkpoints[step]
+        harness.send(SetAdapter(name="lora", version=c.version, step=step, directory=c.directory))
+    harness.add("again", PROMPT, "lora@2", max_tokens=40)
+    harness.run()
+    assert serving(harness) == checkpoints[last].version
+    assert harness.tokens("again") == harness.tokens("early"), "live weights are those of the checkpoint"
+    assert len({o.adapter_version for o in harness.outputs["early"]}) == 1
+
+
+def test_an_older_checkpoint_does_not_move_a_live_name_back_and_a_cancelled_job_does(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "ADAPTER_GRACE_S", 0.0)
+    harness = make()
+    told = Told(harness)
+    harness.parts.training.start(live_job(tmp_path))
+    train_until(harness, 3)
+    (checkpoint,) = told.of(JobCheckpoint)
+    message = SetAdapter(name="lora", version=checkpoint.version, step=2, directory=checkpoint.directory)
+    harness.send(message)
+    harness.loop.step()
+    assert serving(harness) == "live-job-3"
+    harness.send(CancelJob(job_id="job"))
+    harness.loop.step()
+    harness.loop.step()
+    assert serving(harness) == checkpoint.version
+    harness.send(RemoveAdapter(name="lora"))
+    harness.loop.step()
+    harness.add("gone", PROMPT, "lora", max_tokens=2)
+    harness.run()
+    assert harness.outputs["gone"][-1].error_code == "model_not_found"
+
+
+def test_a_job_that_serves_no_more_than_checkpoints_is_not_served_live(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None
+) -> None:
+    harness = make()
+    harness.parts.training.start(msgspec.structs.replace(live_job(tmp_path), serve="checkpoint"))
+    train_until(harness, 3)
+    assert serving(harness) is None and harness.parts.adapters.num_used == 0
+
+
+def test_weights_that_are_not_finite_are_not_served(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None
+) -> None:
+    harness = make()
+    harness.parts.training.start(live_job(tmp_path))
+    train_until(harness, 1)
+    assert serving(harness) == "live-job-1"
+    trainer = harness.parts.training.trainer
+    assert trainer is not None
+    trainer.serving_weights.flat[3] = float("nan")
+    trainer.cursor.step += 1
+    harness.parts.adapter_traffic.turn(harness.parts.training)
+    assert serving(harness) == "live-job-1" and harness.parts.adapters.num_pinned() == 0
+
+
+def test_copies_take_a_small_part_of_the_time(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_traffic, "LIVE_COST", 1e-9)
+    harness = make()
+    harness.parts.training.start(live_job(tmp_path))
+    train_until(harness, 4)
+    assert serving(harness) == "live-job-0", "the next copy is not due for ages"

@@ -1,0 +1,62 @@
+"""A job that dies at any durable write, by kill or power cut, or at any moment, ends as if it had not; nothing is torn.
+
+Fingerprints are of parameters, moments, number of updates, cursor and loss trace. 252 deaths at writes, 100 at random
+moments; ``FINEINFER_KILLS=1000`` for more of the latter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+NUM_KILLS = int(os.environ.get("FINEINFER_KILLS", "100"))
+
+
+def killed(folder: Path, mode: str, num_kills: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(undisturbed run, deaths)."""
+    script = str(Path(__file__).with_name("killed_trainer.py"))
+    done = subprocess.run(
+        [sys.executable, script, str(folder), mode, str(num_kills)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    quiet, *lines = (json.loads(line) for line in done.stdout.splitlines())
+    assert len(set(quiet["states"].values())) == len(quiet["states"]), "a cold start is no resume"
+    return quiet, lines
+
+
+def check_life(begun: list[Any], whole: list[int], quiet: dict[str, str]) -> None:
+    """It went on from the newest whole checkpoint, in the state that the undisturbed run had there."""
+    step, state = begun
+    assert step == max(whole, default=0)
+    assert state == quiet[str(step)]
+
+
+def test_death_at_every_durable_write(tmp_path: Path) -> None:
+    quiet, deaths = killed(tmp_path, "writes", 1000)
+    for death in deaths:
+        check_life(death["begun"], death["whole"], quiet["states"])
+        assert death["torn"] == death["torn_at_end"] == []
+        assert death["states"].items() <= quiet["states"].items() and "3" in death["states"]
+        assert death["whole_at_end"][-2:] == [2, 3]
+    for power in (False, True):
+        at = [death["at"] for death in deaths if death["power"] == power]
+        assert len(at) > 120 and Counter(at) >= Counter(fsync=40, rename=7, unlink=6, rmdir=1, save_file=6)
+        assert {"half of write_text", "half of save_file", "half of copyfile", "mkdir"} <= set(at)
+    assert {death["begun"][0] for death in deaths} == {0, 1, 2, 3}
+
+
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    quiet, jobs = killed(tmp_path, "moments", NUM_KILLS)
+    for job in jobs:
+        for life in job["lives"]:
+            assert life["torn"] == []
+            if life["begun"] is not None:
+                check_life(life["begun"], life["whole"], quiet["states"])
+        assert job["states"].items() <= quiet["states"].items() and "8" in job["states"]
+    begun = Counter(life["begun"][0] for job in jobs for life in job["lives"][1:] if life["begun"] is not None)
+    assert sum(len(job["lives"]) - 1 for job in jobs) >= NUM_KILLS and len(begun) > 3
