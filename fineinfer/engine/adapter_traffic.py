@@ -165,7 +165,9 @@ class LiveAdapter:
         return True
 
     def _end(self) -> None:
-        if self._copy is not None:  # its device work is ordered before whatever uses the slot next
+        if self._copy is not None:
+            if self._copy.done is not None:  # whatever uses the slot next may do so on another stream
+                self._copy.done.synchronize()  # type: ignore[no-untyped-call]
             self._adapters.release(self._copy.entry.version)
         if self._job is not None:
             self._adapters.end_live(self._job.name, self._trainer is not None and self._trainer.finished)

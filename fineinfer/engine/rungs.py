@@ -12,6 +12,13 @@ DROP, OFFLOAD, FINISH, ABORT, PARK, UNPARK = "drop_kept", "offload", "finish", "
 HOST_BYTES_S = 10e9  # of layer inputs to the host: 55 GB/s once their pinned buffers exist
 FIRST_PARK_BYTES_S = {"cpu": 200e6, "cuda": 10e9}  # to disk with checksums, over PCIe; measured from the first time on
 RATE_WEIGHT = 0.5  # of the newest measurement
+MEMORY_STORY = {
+    DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
+    OFFLOAD: "gave {mib:.0f} MiB of the micro-batch under way to waiting requests; its inputs wait in host memory",
+    ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
+    PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
+    UNPARK: "goes on: the job has its {mib:.0f} MiB again",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,10 @@ class LadderStep:
     num_bytes: int
     ms: float
     num_layers: int = 0
+
+    def told(self) -> str:
+        """As the job's user reads it."""
+        return MEMORY_STORY[self.name].format(layers=self.num_layers, mib=self.num_bytes / 2**20)
 
 
 class Rungs:

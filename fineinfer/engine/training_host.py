@@ -16,7 +16,8 @@ import torch
 from fineinfer.engine.job_memory import why_too_large
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
-from fineinfer.engine.rungs import ABORT, DROP, OFFLOAD, PARK, UNPARK, LadderStep
+from fineinfer.engine.rungs import LadderStep
+from fineinfer.engine.unit_times import UnitTimes
 from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
@@ -30,15 +31,7 @@ logger = logging.getLogger(__name__)
 
 RATE_UPDATES = 16  # the rate shown is the mean over this many updates
 USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
-MEMORY_STORY = {
-    DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
-    OFFLOAD: "gave {mib:.0f} MiB of the micro-batch under way to waiting requests; its inputs wait in host memory",
-    ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
-    PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
-    UNPARK: "goes on: the job has its {mib:.0f} MiB again",
-}
 MAX_BESIDE = 3  # units in flight beside requests: enough for the device between two looks of the host
-LAUNCH_AHEAD = 2  # units in flight on a GPU: a host wait after every unit costs 0.5 ms of a 1.4 to 2.7 ms unit
 
 
 @dataclass(frozen=True)
@@ -54,16 +47,6 @@ class TrainingWay:
     backend: str
     stream: torch.cuda.Stream | None = None
     deterministic: bool = False
-
-
-class _Launched(NamedTuple):
-    """A unit on its way; ``steps`` is the number of steps launched until then, -1 if one ran at that time."""
-
-    kind: str
-    num_tokens: int
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-    steps: int
 
 
 class _Pausing(NamedTuple):
@@ -98,15 +81,13 @@ class TrainingHost:
         self._latency = latency
         self._outbox = outbox
         self._how, self._ops = how, pick_ops(how.backend, decoder.device)
-        self._pending: deque[_Launched] = deque()
-        self._num_steps = 0  # of requests, launched so far
+        self._times = UnitTimes(latency, decoder.device, self.can_run_beside)
         self.job: StartJob | None = None
         self.trainer: ParkableTrainer | None = None
         self._pausing: _Pausing | None = None
         self.last_progress: JobProgress | None = None
         self.total_tokens = 0
-        self.job_device_s = self._reported_s = 0.0  # what the job has used of the device, and as last reported
-        self.yielded_s = 0.0
+        self._reported_s = self.yielded_s = 0.0  # of what the job has used of the device; see EngineStats
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RATE_UPDATES)  # (when, step, tokens) of updates
         self._last_unit_s: float | None = None
 
@@ -120,7 +101,7 @@ class TrainingHost:
                 self._ended(message.job_id, "failed", "job_state_conflict", "another job is running")
             return
         self.job = message
-        self.job_device_s = self._reported_s = message.device_s
+        self._times.used_s = self._reported_s = message.device_s
         try:
             with torch.cuda.stream(self._how.stream):  # of None: the current one
                 trainer = ParkableTrainer(self._decoder, message, self._keep, None, self._ops, self._how.deterministic)
@@ -244,11 +225,14 @@ class TrainingHost:
         """Whether units can run beside steps."""
         return self._how.stream is not None
 
+    @property
+    def job_device_s(self) -> float:
+        """Seconds of the device that the job has used, over all engine processes."""
+        return self._times.used_s
+
     def step_begins(self) -> bool:
         """Note that a step is launched now; whether the device still runs units then."""
-        self._take_finished()
-        self._num_steps += 1
-        return bool(self._pending)
+        return self._times.step_begins()
 
     def feed(self) -> bool:
         """Launch a unit beside requests if too few are on their way; never waits for the device.
@@ -256,9 +240,9 @@ class TrainingHost:
         Returns:
             False if there is nothing to launch now.
         """
-        self._take_finished()
-        trainer = self.trainer
-        if trainer is None or len(self._pending) >= MAX_BESIDE or (self._pending and trainer.next_unit_waits):
+        self._times.take_finished()
+        trainer, on_their_way = self.trainer, self._times.num_pending
+        if trainer is None or on_their_way >= MAX_BESIDE or (on_their_way and trainer.next_unit_waits):
             return False
         return self.run_unit(beside=True)
 
@@ -289,33 +273,8 @@ class TrainingHost:
         now_s = time.perf_counter()
         if self._last_unit_s is not None and not trainer.at_update_boundary:
             self.yielded_s += max(0.0, now_s - self._last_unit_s)
-        if self._decoder.device.type == "cpu":
-            report = trainer.advance()
-            self._took(report.kind, report.num_tokens, time.perf_counter() - now_s, beside)
-        else:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(trainer.stream)
-            report = trainer.advance()
-            end.record(trainer.stream)
-            steps = -1 if beside else self._num_steps
-            self._pending.append(_Launched(report.kind, report.num_tokens, begin, end, steps))
-            if not beside:
-                self._wait_for_units(LAUNCH_AHEAD)
+        self._times.advance(trainer, beside)
         self._last_unit_s = time.perf_counter()
-
-    def _take_finished(self) -> None:
-        while self._pending and self._pending[0].end.query():  # type: ignore[no-untyped-call]
-            self._wait_for_units(len(self._pending) - 1)
-
-    def _wait_for_units(self, num_left: int) -> None:
-        while len(self._pending) > num_left:
-            unit = self._pending.popleft()
-            unit.end.synchronize()
-            beside = self.can_run_beside and unit.steps != self._num_steps
-            self._took(unit.kind, unit.num_tokens, 1e-3 * unit.begin.elapsed_time(unit.end), beside)
-
-    def _took(self, kind: str, num_tokens: int, seconds: float, beside: bool = False) -> None:
-        self.job_device_s += self._latency.observe(kind, num_tokens, seconds, beside)
 
     def _report_usage(self) -> None:
         if self.job is not None and self.job_device_s > self._reported_s:
@@ -382,13 +341,13 @@ class TrainingHost:
 
     def _close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a broken device must not keep a job from ending
-            self._wait_for_units(0)
+            self._times.wait(0)
         self._report_usage()
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
         self.job = None
-        self._pending.clear()
+        self._times.forget()
         self._last_unit_s = None
         self._ladder.end_job()
 
@@ -401,5 +360,4 @@ class TrainingHost:
             return
         for step in steps:
             data = {"bytes": float(step.num_bytes), "ms": step.ms, "layers": float(step.num_layers)}
-            message = MEMORY_STORY[step.name].format(layers=step.num_layers, mib=step.num_bytes / 2**20)
-            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=message, data=data))
+            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=step.told(), data=data))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fineinfer.engine.training_host import MAX_BESIDE, TrainingHost, _Launched
+from fineinfer.engine.training_host import MAX_BESIDE, TrainingHost
+from fineinfer.engine.unit_times import LaunchedUnit
 from fineinfer.kernels import attention_decode
 from fineinfer.runner.device_runner import DeviceStep
 
@@ -51,7 +52,7 @@ class Event:
 
 def pending(host: TrainingHost, count: int) -> list[Event]:
     events = [Event() for _ in range(count)]
-    host._pending.extend(_Launched("forward", 128, events[0], event, -1) for event in events)
+    host._times._pending.extend(LaunchedUnit("forward", 128, events[0], event, -1) for event in events)
     return events
 
 
@@ -116,7 +117,7 @@ def test_no_more_units_are_launched_than_the_bound_and_none_is_waited_for(
     events = pending(host, MAX_BESIDE)
     assert not host.feed() and host.step_begins()
     events[0].done = True
-    assert host.feed() and len(host._pending) == MAX_BESIDE - 1, "the CPU's unit is done at once"
+    assert host.feed() and len(host._times._pending) == MAX_BESIDE - 1, "the CPU's unit is done at once"
     assert harness.parts.latency.averages_ms() == {"forward_beside": 4.0, "embed_beside": pytest.approx(0, abs=1e3)}
     for event in events:
         event.done = True
@@ -134,9 +135,9 @@ def test_a_unit_that_a_step_joined_counts_as_beside(make: Callable[..., Harness]
     host = make().parts.training
     host.start(write_job(tmp_path / "job"))
     first, second = Event(), Event()
-    host._pending.append(_Launched("forward", 128, first, first, host._num_steps))
+    host._times._pending.append(LaunchedUnit("forward", 128, first, first, host._times._num_steps))
     assert host.step_begins()
-    host._pending.append(_Launched("backward", 128, second, second, host._num_steps))
+    host._times._pending.append(LaunchedUnit("backward", 128, second, second, host._times._num_steps))
     first.done = second.done = True
-    host._take_finished()
+    host._times.take_finished()
     assert set(host._latency.averages_ms()) == {"forward_beside", "backward"}
