@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as codec
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,8 +66,8 @@ def create(
 ) -> None:
     """Start a fine-tuning job and print its id."""
     hyperparameters = load_config(flags).hyperparameters()
-    place = int(priority) if priority and priority.lstrip("+-").isdecimal() else priority
-    extra: dict[str, Any] = {"priority": place, "max_gpu_share": max_gpu_share}
+    is_number = re.fullmatch(r"[+-]?[0-9]+", priority or "")
+    extra: dict[str, Any] = {"priority": int(priority or 0) if is_number else priority, "max_gpu_share": max_gpu_share}
     method = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}} if hyperparameters else None
     body: dict[str, Any] = {"suffix": suffix, "seed": seed, "metadata": _pairs(metadata), "method": method}
     more = _object(extra_body)

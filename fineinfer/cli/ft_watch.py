@@ -112,13 +112,15 @@ def progress_words(state: dict[str, Any]) -> str:
 def metrics(
     job_id: JobId,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print all columns as CSV.")] = False,
-    max_points: Annotated[int, typer.Option(min=2, help="Most steps of a long job that are fetched.")] = 1000,
+    max_points: Annotated[
+        int | None, typer.Option(min=2, help="Most steps fetched of a long job (default: 1000, with --csv 100,000).")
+    ] = None,
     url: UrlOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show a job's losses: a small chart and its newest steps."""
     with connect(url) as client:
-        options: Any = {"params": {"max_points": max_points}}
+        options: Any = {"params": {"max_points": max_points or (100_000 if as_csv else 1000)}}
         route = f"/fine_tuning/jobs/{quote(job_id, safe='')}/metrics"
         shown = client.get(route, cast_to=dict[str, Any], options=options)
     if json:

@@ -354,6 +354,8 @@ def test_metrics_are_a_chart_a_table_or_csv(server: FakeServer, capsys: pytest.C
     assert main(["ft", "metrics", "ftjob-1", "--csv", "--max-points", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step,train_loss,valid_loss,learning_rate,grad_norm" and lines[3] == "3,1.25,1.75,0.0001,"
+    assert main(["ft", "metrics", "ftjob-1", "--csv"]) == 0
+    assert server.queries == ["max_points=1000", "max_points=2", "max_points=100000"]
     server.answers["GET /v1/fine_tuning/jobs/ftjob-1/metrics"] = (200, {"columns": {"step": [], "train_loss": []}})
     assert main(["ft", "metrics", "ftjob-1"]) == 0
 
