@@ -1,6 +1,6 @@
 """Does a job learn what transformers + PEFT learn? Evaluation loss on chats that neither has seen, in one plot.
 
-    python benchmarks/finetune_quality.py --data ../shared/data/gsm8k_chat.jsonl
+    python benchmarks/finetune_quality.py --data gsm8k_chat.jsonl
 
 The first ``--chats`` conversations that fit are trained on, by the trainer of `fineinfer serve` and by transformers +
 PEFT with AdamW: the same rows in the same batches, the same start, settings and precision. The next ``--held-out`` ones
@@ -8,7 +8,7 @@ are judged at the same steps by each side itself, and the adapters that FineInfe
 files are right as well. The base model is the embedded one. Prints a table, appends to
 results/finetune_quality.csv and draws docs/finetune_quality.svg. About a quarter of an hour on two quiet cores.
 
-Data: ../shared/data/gsm8k_chat.jsonl is Grade School Math (MIT, OpenAI); any chat JSONL will do.
+Data: gsm8k_chat.jsonl, the training set as OpenAI chats, is Grade School Math (MIT, OpenAI); any chat JSONL will do.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/gsm8k_chat.jsonl")
+    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--chats", type=int, default=400)
     parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=1)
