@@ -25,7 +25,7 @@ from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.hashing import ADAPTER_FILES, adapter_hash
 from fineinfer.messages import LoraSpec
 
-CONFIG_NAME, WEIGHTS_NAME = ADAPTER_FILES
+CONFIG_NAME, WEIGHTS_NAME, _ = ADAPTER_FILES
 PEFT_VERSION = "0.21.2"  # the release whose file format is written
 MAX_CONFIG_BYTES = 1 << 20
 

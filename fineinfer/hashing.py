@@ -17,17 +17,22 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+CHAT_TEMPLATE_FILE = "chat_template.jinja"  # what an adapter was trained in; transformers knows it by this name
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", CHAT_TEMPLATE_FILE)  # the last one may be missing
 
 
 def adapter_hash(directory: Path) -> str:
-    """SHA-256 (hex) over the two files of a PEFT folder, names and sizes included: the adapter's version.
+    """SHA-256 (hex) over the files of an adapter, names and sizes included: its version.
+
+    The chat template belongs to it: the same weights, asked in another template, give other answers.
 
     Raises:
         OSError: A file is missing or cannot be read.
     """
     digest = hashlib.sha256()
     for name in ADAPTER_FILES:
+        if name == CHAT_TEMPLATE_FILE and not (directory / name).exists():
+            continue
         with (directory / name).open("rb") as file:
             digest.update(f"{name}\0{os.fstat(file.fileno()).st_size}\0".encode())
             while chunk := file.read(1 << 20):

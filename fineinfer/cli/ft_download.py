@@ -18,8 +18,6 @@ from fineinfer.cli.transfer import fetch
 if TYPE_CHECKING:
     from openai import OpenAI
 
-_VERSIONED = ("adapter_config.json", "adapter_model.safetensors")
-
 
 def download(
     job_id: JobId,
@@ -57,21 +55,18 @@ def download(
 
 
 def _fetch_all(client: OpenAI, route: str, listed: dict[str, Any], folder: Path) -> None:
-    """Write the listed files and compare the hash of the two that make the version."""
+    """Write the listed files and compare their hash with the version."""
     digest = hashlib.sha256()
     for file in sorted(listed["files"], key=lambda file: file["name"]):
         name, size = file["name"], file["bytes"]
         if name != os.path.basename(name) or name.startswith("."):
             raise CliError(f"the server names a file {name[:64]!r}, which is not taken")
-        versioned = name in _VERSIONED
-        if versioned:
-            digest.update(f"{name}\0{size}\0".encode())
+        digest.update(f"{name}\0{size}\0".encode())
         with (folder / name).open("xb") as out:
 
-            def write(chunk: bytes, out: Any = out, versioned: bool = versioned) -> None:
+            def write(chunk: bytes, out: Any = out) -> None:
                 out.write(chunk)
-                if versioned:
-                    digest.update(chunk)
+                digest.update(chunk)
 
             fetch(client, f"{route}/{quote(name)}?step={listed['step_number']}", write, size)
             out.flush()

@@ -26,8 +26,8 @@ from fineinfer.data.masking import TokenMasker
 from fineinfer.data.packed import EVAL_FILE, DatasetSummary, EvalSummary, PackedWriter, write_summary
 from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
 from fineinfer.data.reader import read_rows
-from fineinfer.hashing import file_sha256
-from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplateError
+from fineinfer.hashing import CHAT_TEMPLATE_FILE, file_sha256
+from fineinfer.text.chat_template import ChatTemplateError
 from fineinfer.text.tokenizer import load_tokenizer
 
 PROBLEMS_FILE = "problems.json"

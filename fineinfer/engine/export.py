@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 from fineinfer.adapters.config import module_path
-from fineinfer.adapters.peft_io import CONFIG_NAME, WEIGHTS_NAME, load_adapter
+from fineinfer.adapters.peft_io import CONFIG_NAME, load_adapter
+from fineinfer.hashing import ADAPTER_FILES, CHAT_TEMPLATE_FILE
 from fineinfer.model.loader import read_spec
 from fineinfer.model.merge import Delta, merge_into, write_folder
 from fineinfer.model.resolve import resolve_model_path
 
 MAX_RANK = 1 << 16  # slots set a bound when serving, nothing does here
-_TEMPLATE_NAME = "chat_template.jinja"
 
 
 def export_adapter(adapter: Path, target: Path) -> None:
@@ -25,8 +25,8 @@ def export_adapter(adapter: Path, target: Path) -> None:
     """
 
     def write(folder: Path) -> None:
-        for name in (CONFIG_NAME, WEIGHTS_NAME, _TEMPLATE_NAME):
-            if name != _TEMPLATE_NAME or (adapter / name).is_file():
+        for name in ADAPTER_FILES:
+            if name != CHAT_TEMPLATE_FILE or (adapter / name).is_file():
                 shutil.copyfile(adapter / name, folder / name)
 
     write_folder(target, write)
@@ -58,8 +58,8 @@ def export_merged(adapter: Path, model: str | None, revision: str | None, target
     }
 
     def fill(folder: Path) -> None:
-        if (adapter / _TEMPLATE_NAME).is_file():  # what the adapter was trained in
-            shutil.copyfile(adapter / _TEMPLATE_NAME, folder / _TEMPLATE_NAME)
+        if (adapter / CHAT_TEMPLATE_FILE).is_file():  # what the adapter was trained in
+            shutil.copyfile(adapter / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
 
     merge_into(base, deltas, fill, target)
     named = json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -15,8 +15,7 @@ from fineinfer.hashing import ADAPTER_FILES, adapter_hash
 from fineinfer.request import InvalidRequestError
 from fineinfer.server.errors import ApiError
 
-CONFIG_NAME, WEIGHTS_NAME = ADAPTER_FILES
-TEMPLATE_NAME = "chat_template.jinja"
+CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME = ADAPTER_FILES
 MAX_SMALL_FILE_BYTES = 1 << 20
 DISK_MARGIN_BYTES = 256 << 20  # left free for checkpoints and the database
 _TEMPORARY = ".import-"
@@ -65,7 +64,7 @@ def import_adapter(source: Path, adapters_dir: Path, root: Path | None = None) -
     temporary = adapters_dir / f"{_TEMPORARY}{uuid.uuid4().hex}"
     temporary.mkdir(mode=0o700)
     try:
-        for name in (CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME):
+        for name in ADAPTER_FILES:
             if name != TEMPLATE_NAME or (source / name).is_file():
                 with _open(source / name, root) as file:
                     _copy(file, temporary / name)

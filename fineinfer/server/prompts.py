@@ -9,10 +9,11 @@ from typing import Any
 
 from fastapi import Request
 
+from fineinfer.hashing import CHAT_TEMPLATE_FILE
 from fineinfer.server.errors import ApiError
 from fineinfer.server.generation import services
 from fineinfer.server.schemas import Message, template_kwargs, template_messages
-from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE, ChatTemplateError, has_chat_template, render_chat
+from fineinfer.text.chat_template import ChatTemplateError, has_chat_template, render_chat
 from fineinfer.text.tokenizer import encode_text
 
 

@@ -10,13 +10,13 @@ from typing import BinaryIO
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
+from fineinfer.hashing import ADAPTER_FILES
 from fineinfer.server.errors import ApiError
 from fineinfer.server.routes_files import json_response
 from fineinfer.store import AdapterRecord, JobRecord, Store
 
 router = APIRouter()
 # All that is ever handed out. A name from a client is compared with these and never becomes a path.
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "chat_template.jinja")
 _CHUNK_BYTES = 256 << 10
 
 
@@ -24,8 +24,8 @@ _CHUNK_BYTES = 256 << 10
 def adapter_files(job_id: str, request: Request) -> Response:
     """Which files the adapter has; of the version ``step``, or of the one that its name means now.
 
-    ``version`` is the SHA-256 over name, NUL, size, NUL and content of its first two files, by which a client can
-    verify what it got.
+    ``adapter_version`` is the SHA-256 over name, NUL, size, NUL and content of these files in their order, by which a
+    client can verify what it got.
     """
     record = _version(job_id, request)
     sizes = {}

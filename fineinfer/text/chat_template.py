@@ -13,8 +13,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # as transformers names it, in a model's folder and in an adapter's
-
 
 class ChatTemplateError(ValueError):
     """The messages cannot be rendered; the message is for the user."""

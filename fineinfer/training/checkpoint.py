@@ -26,12 +26,11 @@ from safetensors.torch import load_file, save_file
 from fineinfer.adapters.config import AdapterError
 from fineinfer.adapters.peft_io import CONFIG_NAME, WEIGHTS_NAME, content_hash, load_adapter, save_adapter
 from fineinfer.adapters.weights import LoraWeights
-from fineinfer.hashing import file_sha256
+from fineinfer.hashing import ADAPTER_FILES, CHAT_TEMPLATE_FILE, file_sha256
 from fineinfer.messages import LoraSpec
 from fineinfer.training.errors import TrainingError
 
 OPTIMIZER_NAME, STATE_NAME, MANIFEST_NAME = "optimizer.safetensors", "trainer_state.json", "manifest.json"
-TEMPLATE_NAME = "chat_template.jinja"  # what the job was trained in; transformers reads it from an adapter's folder
 NUM_KEPT = 2
 _FOLDER = re.compile(r"step-(\d{8,})")
 _TEMPORARY = ".tmp-"
@@ -99,8 +98,8 @@ def write_checkpoint(
         save_adapter(weights, lora, trainer_state["base_model"], folder)
         tensors = {"exp_avg": moments.exp_avg.cpu(), "exp_avg_sq": moments.exp_avg_sq.cpu()}
         save_file(tensors, folder / OPTIMIZER_NAME, metadata={"format": "pt"})
-        if (job_dir / TEMPLATE_NAME).exists():  # raw text has none
-            shutil.copyfile(job_dir / TEMPLATE_NAME, folder / TEMPLATE_NAME)
+        if (job_dir / CHAT_TEMPLATE_FILE).exists():  # raw text has none
+            shutil.copyfile(job_dir / CHAT_TEMPLATE_FILE, folder / CHAT_TEMPLATE_FILE)
         (folder / STATE_NAME).write_text(json.dumps(trainer_state, allow_nan=False))
         (folder / MANIFEST_NAME).write_text(json.dumps({"files": _measure(folder)}, indent=2, sort_keys=True))
 
@@ -159,7 +158,7 @@ def publish_adapter(checkpoint: Path, adapters_dir: Path) -> tuple[str, Path]:
     target = adapters_dir / version
 
     def fill(folder: Path) -> None:
-        for name in (CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME):
+        for name in ADAPTER_FILES:
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, folder / name)
 

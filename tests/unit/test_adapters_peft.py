@@ -169,6 +169,11 @@ def test_save_load_save_is_byte_equal(decoder: Decoder, tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     save_adapter(loaded, spec, "some/base", tmp_path / "b")
     assert content_hash(tmp_path / "a") == content_hash(tmp_path / "b")
+    versions = {content_hash(tmp_path / "a")}
+    for template in ("{{ messages }}", "{{ messages[0] }}"):  # the same weights give other answers in another template
+        (tmp_path / "b" / "chat_template.jinja").write_text(template)
+        versions.add(content_hash(tmp_path / "b"))
+    assert len(versions) == 3
 
 
 def test_a_fresh_adapter_starts_as_peft_s(decoder: Decoder) -> None:

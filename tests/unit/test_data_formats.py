@@ -17,8 +17,8 @@ from fineinfer.data.formats import FORMATS, Chat, Example, Text, Tokens, detect_
 from fineinfer.data.packed import DatasetSummary
 from fineinfer.data.prepare import DataSettings, Judge, PrepareSettings, prepare
 from fineinfer.data.problems import Problem, RowError
+from fineinfer.hashing import CHAT_TEMPLATE_FILE
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
-from fineinfer.text.chat_template import CHAT_TEMPLATE_FILE
 from tests.unit.chat_families import family_tokenizer
 
 OWN_FILES = Path(__file__).parents[1] / "data" / "formats"
@@ -219,7 +219,6 @@ def test_every_format_trains(path: Path, tmp_path: Path) -> None:
     import torch
 
     from fineinfer.model.loader import load_model
-    from fineinfer.training.checkpoint import TEMPLATE_NAME
     from fineinfer.training.trainer import Trainer
 
     tokenizer = family_tokenizer("qwen2.5")
@@ -255,8 +254,7 @@ def test_every_format_trains(path: Path, tmp_path: Path) -> None:
     losses = [entry["loss"] for entry in trainer.log_history]
     assert min(losses[1:]) < losses[0] and not any(entry["skipped"] for entry in trainer.log_history)
     adapter = Path(trainer.take_checkpoints()[-1].directory)
-    assert (adapter / TEMPLATE_NAME).read_text() == tokenizer.chat_template
-    assert TEMPLATE_NAME == CHAT_TEMPLATE_FILE
+    assert (adapter / CHAT_TEMPLATE_FILE).read_text() == tokenizer.chat_template
 
 
 KINDS: dict[str, tuple[bytes, bool]] = {
