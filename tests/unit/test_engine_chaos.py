@@ -358,7 +358,11 @@ def _forget_versions(sequence: Sequence) -> tuple[str | None, str | None]:
 
 
 MISTAKES: dict[str, tuple[object, str, object]] = {
-    "position is|owner is": (KVCache, "_rewrite_table", lambda cache, source, target: None),
+    "position is|owner is|double free|a live slot|live sources": (
+        KVCache,
+        "_rewrite_table",
+        lambda cache, source, target: None,
+    ),
     "adapter version is": (rows, "_prefix_key", _forget_versions),
     "the job is not": (RunningUpdate, "_has_gradient", lambda update: False),  # so aborted work counts twice
 }
@@ -375,5 +379,5 @@ def test_the_run_notices(
     """A move that forgets the table, prefixes across versions, an abort that leaves its gradient."""
     monkeypatch.setattr(*MISTAKES[complaint])
     chaos = begin(1)
-    with pytest.raises((MixUpError, AssertionError), match=complaint):
+    with pytest.raises((MixUpError, AssertionError, ValueError), match=complaint):  # whichever looks first
         check_job(chaos, run(chaos, tmp_path), undisturbed)
