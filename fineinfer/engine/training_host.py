@@ -182,7 +182,7 @@ class TrainingHost:
         if self.trainer is None:
             return
         try:
-            self.trainer.save_resume_point()
+            self.trainer.save_and_leave()
         except Exception as error:
             logger.warning("the job could not be checkpointed at shutdown: %s", error)
         self._send(self.trainer)

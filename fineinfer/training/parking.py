@@ -160,10 +160,11 @@ class ParkableTrainer(Trainer):
         """
         if self._writer is not None and self._context.decoder.device.type in IN_HOST_MEMORY:
             self.park()
-            return self._writer.submit(self.save_resume_point)  # behind a checkpoint that is being written
+            return self._writer.submit(self.save_and_leave)  # behind a checkpoint that is being written
         done: Future[None] = Future()
         try:
-            done.set_result(self.save_resume_point())
+            self.save_and_leave()
+            done.set_result(None)
         except Exception as error:
             done.set_exception(error)
         return done

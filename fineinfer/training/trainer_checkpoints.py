@@ -134,6 +134,18 @@ class TrainerCheckpoints(TrainerEvaluation):
         self._save(*self._durable(), self._durable_state())
         self._saved_step = step
 
+    def save_and_leave(self) -> None:
+        """``save_resume_point`` for a job that stops for a while.
+
+        Of one that is served live it is announced too, so that its name means the last update from now on.
+
+        Raises:
+            CheckpointError, TrainingError: As there.
+        """
+        self.save_resume_point()
+        if self._job.serve == "live" and self.cursor.step not in (0, self._announced_step):
+            self._announce(self.cursor, self.log_history, self._publish(self.cursor.step))
+
     def _save(self, masters: LoraWeights, moments: Moments, state: dict[str, Any]) -> None:
         if not masters.is_finite():
             raise TrainingError(f"the adapter is not finite after update {state['step']}", "non_finite")

@@ -117,6 +117,25 @@ def test_before_the_first_update_there_is_nothing_to_write(engine: Harness, tmp_
     assert told.end().status == "paused" and has_nothing(engine) and sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("how", ["pause", "drain"])
+def test_a_live_job_leaves_the_version_that_its_name_meant(engine: Harness, tmp_path: Path, how: str) -> None:
+    for serve, steps in (("live", [1]), ("checkpoint", [])):
+        job = msgspec.structs.replace(write_job(tmp_path / serve, LONGER), serve=serve)
+        host, told = engine.parts.training, Told(engine)
+        host.start(job)
+        while host.trainer.step < 1:
+            run(engine, 1)
+        run(engine, 2)
+        if how == "pause":
+            send(engine, PauseJob(job_id="job"))
+            host.end_pause(wait=True)
+        else:
+            host.park()
+        left = told.of(JobCheckpoint)
+        assert has_nothing(engine) and [checkpoint.step for checkpoint in left] == steps
+        assert all(content_hash(Path(checkpoint.directory)) == checkpoint.version for checkpoint in left)
+
+
 def test_a_job_that_does_not_run_is_paused_and_the_one_that_does_goes_on(engine: Harness, tmp_path: Path) -> None:
     told = Told(engine)
     engine.parts.training.start(write_job(tmp_path / "job"))
