@@ -19,6 +19,7 @@ from fineinfer.scheduler.policy import POLICIES, CappedPolicy, LoadState, Policy
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
+CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_SLACK, MAX_DEBT = 2.0, 8.0  # tokens' times that steps beside training may be ahead of their targets, or behind
 
 
@@ -56,6 +57,7 @@ class SloPolicy:
         self._due_s = 0.0  # when the next tokens of the running requests are due
         self._slack_s = 0.0  # what steps have taken less than their tokens' time; negative: more
         self._last_inference_s: float | None = None
+        self._step_took_s = self._trained_then_s = 0.0  # the last step, and training until it
         self._share = ShareMeter()
         self._latencies: deque[tuple[float, float | None]] = deque(maxlen=PACE_WINDOW)
         self._until_look = PACE_EVERY
@@ -67,7 +69,7 @@ class SloPolicy:
             return self._beside(load, missing, enough)
         if not load.training_ready:
             return self._infer(load)
-        if missing and self._requests_had_a_turn(load):
+        if missing and self._is_owed(load):
             return Turn(admit=True, train=True, infer=False)
         if enough:
             return self._infer(load)
@@ -128,12 +130,18 @@ class SloPolicy:
         self._due_s = ready_s + token_s
         if load.num_running:
             self._due_s = min(max(previous_s, ready_s) + token_s, ready_s + token_s + load.unit_s)
-        self._last_inference_s = load.now_s
+        self._last_inference_s, self._trained_then_s = load.now_s, load.trained_s
         return Turn(admit=True, train=False)
 
-    def _requests_had_a_turn(self, load: LoadState) -> bool:
-        """Whether a step has run since the last unit: units that are due to the share alternate with steps."""
-        return self._last_inference_s is not None and load.last_unit_s <= self._last_inference_s
+    def _is_owed(self, load: LoadState) -> bool:
+        """Whether a unit that the minimum share asks for may run now: between two steps one, or what the step owes."""
+        if self._last_inference_s is None:
+            return False
+        if load.last_unit_s <= self._last_inference_s:  # none since the step
+            self._step_took_s = load.now_s - self._last_inference_s
+            return True
+        owed_s = CATCH_UP * self._targets.train_share_min * self._step_took_s
+        return load.trained_s - self._trained_then_s + load.unit_s <= owed_s
 
     def _judge_share(self, load: LoadState) -> tuple[bool, bool]:
         """Whether training has had less than its minimum, and more than its maximum; neither while nobody knows."""

@@ -10,9 +10,10 @@ import pytest
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.scheduler.policy import LoadState
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
-from fineinfer.scheduler.slo import MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.slo import CATCH_UP, MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
 
 UNIT_S = 2.0e-3  # an 8B layer over 2,048 rows on an H100
 UNITS = 400  # of an update
@@ -134,6 +135,26 @@ def test_the_minimum_share_holds_under_overload(share: float) -> None:
     overloaded = simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
     assert share * 0.9 <= overloaded.share <= share + 0.05
     assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
+
+
+@pytest.mark.parametrize("step_s", [5e-3, 0.1, 0.5])
+def test_the_minimum_share_holds_however_long_steps_are(step_s: float) -> None:
+    policy, unit_s, now_s, trained_s, last_unit_s = SloPolicy(SloTargets(0.1, 5e-3, 0.05)), 1e-3, 0.0, 0.0, 0.0
+    longest_s, since_step_s = 0.0, 0.0
+    while now_s < 60.0:
+        load = LoadState(
+            oldest_wait_s=1.0, num_running=8, training_ready=True, update_started=True, update_left_s=1.0,
+            deferral_bound_s=1.0, now_s=now_s, prefill_tokens=100, step_s=step_s, unit_s=unit_s, trained_s=trained_s,
+            last_unit_s=last_unit_s,
+        )  # fmt: skip
+        if policy(load).train:
+            last_unit_s, now_s, trained_s = now_s + 1e-6, now_s + unit_s, trained_s + unit_s
+            since_step_s += unit_s
+            longest_s = max(longest_s, since_step_s)
+        else:
+            now_s, since_step_s = now_s + step_s, 0.0
+    assert 0.047 <= trained_s / now_s <= 0.06  # of a window of ten seconds, looked at between steps
+    assert longest_s <= max(unit_s, CATCH_UP * 0.05 * step_s) + 1e-9, "requests do not wait for more"
 
 
 def test_the_maximum_share_holds_at_idle() -> None:
