@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from fineinfer.scheduler.policy import POLICIES, CappedPolicy, LoadState, Policy, ShareMeter, Turn
+from fineinfer.scheduler.policy import POLICIES, SHARE_WINDOW_S, CappedPolicy, LoadState, Policy, ShareMeter, Turn
 
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
+CREDIT_S = 2.0  # training beyond the minimum counts for so long
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_SLACK, MAX_DEBT = 2.0, 8.0  # tokens' times that steps beside training may be ahead of their targets, or behind
 
@@ -59,6 +60,8 @@ class SloPolicy:
         self._last_inference_s: float | None = None
         self._step_took_s = self._trained_then_s = 0.0  # the last step, and training until it
         self._share = ShareMeter()
+        self._seen: tuple[float, float] | None = None  # (when, seconds trained since start) at the last turn
+        self._owed_s = 0.0  # what training lacks of its minimum; negative: what it has had beyond
         self._latencies: deque[tuple[float, float | None]] = deque(maxlen=PACE_WINDOW)
         self._until_look = PACE_EVERY
 
@@ -144,11 +147,20 @@ class SloPolicy:
         return load.trained_s - self._trained_then_s + load.unit_s <= owed_s
 
     def _judge_share(self, load: LoadState) -> tuple[bool, bool]:
-        """Whether training has had less than its minimum, and more than its maximum; neither while nobody knows."""
+        """Whether training has had less than its minimum, and more than its maximum.
+
+        What it had beyond the minimum counts for ``CREDIT_S`` seconds to come, so a time of much training is not
+        followed by a long one of none. What it lacks is made up for, up to ``SHARE_WINDOW_S`` seconds' worth.
+        """
         share, most = self._share(load), min(self._targets.train_share_max, load.max_share)
-        if share is None:
-            return False, False
-        return share < min(self._targets.train_share_min, most), share > most
+        least, (seen_s, trained_s) = (
+            min(self._targets.train_share_min, most),
+            self._seen or (load.now_s, load.trained_s),
+        )
+        owed_s = self._owed_s + least * (load.now_s - seen_s) - (load.trained_s - trained_s)
+        self._owed_s = min(max(owed_s, -least * CREDIT_S), least * SHARE_WINDOW_S)
+        self._seen = load.now_s, load.trained_s
+        return self._owed_s > 0, share is not None and share > most
 
     def _tpot_s(self, step_s: float) -> float:
         return max(1e-6, UNSET_FACTOR * step_s) if self._targets.tpot_s is None else self._targets.tpot_s
