@@ -358,7 +358,8 @@ def _forget_versions(sequence: Sequence) -> tuple[str | None, str | None]:
 
 
 MISTAKES: dict[str, tuple[object, str, object]] = {
-    "position is|owner is|double free|a live slot|live sources": (
+    # a wrong row, a wrong count, or an error inside the job, whichever comes first
+    "position is|owner is|double free|a live slot|live sources|'failed' == 'succeeded'": (
         KVCache,
         "_rewrite_table",
         lambda cache, source, target: None,
