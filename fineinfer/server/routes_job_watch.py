@@ -151,7 +151,7 @@ def pick_points(rows: Sequence[dict[str, Any]], max_points: int) -> list[int]:
     """Indices of the rows that a chart of ``max_points`` points needs, ascending.
 
     Evaluations get up to half of the points, training losses the rest: of each stretch the first, the last, the lowest
-    and the highest, so that no spike and no end is lost.
+    and the highest, so that no spike and no end is lost. Fewer than 8 points are training losses alone.
     """
     if len(rows) <= max_points:
         return list(range(len(rows)))

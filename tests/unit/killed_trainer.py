@@ -26,6 +26,7 @@ import torch
 from fineinfer.adapters import peft_io
 from fineinfer.adapters.peft_io import content_hash
 from fineinfer.data.packed import DATASET_FILE, EVAL_FILE, write_dataset
+from fineinfer.hashing import CHAT_TEMPLATE_FILE
 from fineinfer.messages import LoraSpec, StartJob, TrainingSettings
 from fineinfer.model.decoder import Decoder
 from fineinfer.model.loader import load_model
@@ -59,7 +60,7 @@ def write_job(folder: Path, save_steps: int) -> StartJob:
         (folder / "eval").mkdir()
         eval_sha256 = write_dataset(folder / "eval", rows[:2])
         os.rename(folder / "eval" / DATASET_FILE, folder / EVAL_FILE)
-    (folder / checkpoint.TEMPLATE_NAME).write_text("{{ messages }}")
+    (folder / CHAT_TEMPLATE_FILE).write_text("{{ messages }}")
     return StartJob(
         job_id="job", name="lora", base_model="base", settings=settings, job_dir=str(folder),
         adapters_dir=str(folder.parent / "adapters"), dataset_sha256=write_dataset(folder, rows),

@@ -368,7 +368,7 @@ ADAPTER = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w" * 700
 
 def serve_adapter(server: FakeServer, files: dict[str, bytes] = ADAPTER, model: str = "my-lora@3") -> None:
     digest = hashlib.sha256()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+    for name in ADAPTER:
         digest.update(f"{name}\0{len(files[name])}\0".encode() + files[name])
     route = "GET /v1/fine_tuning/jobs/ftjob-1/adapter"
     listing = [{"name": name, "bytes": len(content)} for name, content in files.items()][::-1]
