@@ -209,7 +209,13 @@ class AdapterRegistry:
     # ------------------------------------------------------------ live from training
 
     def place(self, version: str, weights: LoraWeights) -> bool:
-        """Copy weights into a slot under a version that no name means yet, and hold it; False: no slot is unused."""
+        """Copy weights into a slot under a version that no name means yet, and hold it; False: no slot is unused.
+
+        Raises:
+            ValueError: There is such a version already.
+        """
+        if self._find(version) is not None:
+            raise ValueError(f"adapter version {version} is in a slot already")
         index = self._unused(version)
         if index is None:
             return False

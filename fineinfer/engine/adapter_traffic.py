@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -56,7 +57,11 @@ class AdapterTraffic:
         while self._waiting and self._apply(*self._waiting[0]):
             self._waiting.popleft()
         changed = before is not None and before != self._adapters.current()
-        changed = self._live.follow(training) or changed
+        try:
+            changed = self._live.follow(training) or changed
+        except Exception:  # the job is served by its checkpoints then; requests must not suffer
+            logger.exception("live serving of a job broke; its checkpoints are served")
+            changed = self._live.give_up() or changed
         self._expect()
         return changed
 
@@ -108,6 +113,8 @@ class LiveAdapter:
         self._copy: _Copy | None = None
         self._step = -1
         self._not_before_s = 0.0
+        self._num_runs = 0  # ended: a job that goes on may train a step once more, which gets a version of its own
+        self._given_up: str | None = None
 
     @property
     def copying(self) -> bool:
@@ -128,7 +135,7 @@ class LiveAdapter:
         ended = self._job is not None and self._trainer is not trainer
         if ended:
             self._end()
-        if trainer is None or job is None or job.serve != "live":
+        if trainer is None or job is None or job.serve != "live" or job.job_id == self._given_up:
             return ended
         self._job, self._trainer = job, trainer
         if self._copy is not None:
@@ -139,7 +146,8 @@ class LiveAdapter:
 
     def _begin(self, job: StartJob, trainer: ParkableTrainer) -> bool:
         started_s, step = time.perf_counter(), trainer.step
-        entry = AdapterVersion(job.name, step, f"live-{job.job_id}-{step}", None)
+        run = f".{self._num_runs}" if self._num_runs else ""
+        entry = AdapterVersion(job.name, step, f"live-{job.job_id}-{step}{run}", None)
         weights = trainer.serving_weights
         with torch.inference_mode(), torch.cuda.stream(trainer.stream):  # of None: the current one
             if not self._adapters.place(entry.version, weights):
@@ -172,3 +180,16 @@ class LiveAdapter:
         if self._job is not None:
             self._adapters.end_live(self._job.name, self._trainer is not None and self._trainer.finished)
         self._job, self._trainer, self._copy, self._step, self._not_before_s = None, None, None, -1, 0.0
+        self._num_runs += 1
+
+    def give_up(self) -> bool:
+        """Leave the job to its checkpoints, after an error; whether its name may mean another version now."""
+        if self._copy is not None:
+            with contextlib.suppress(ValueError):  # it was let go before the error
+                self._adapters.release(self._copy.entry.version)
+        job, self._job, self._trainer, self._copy = self._job, None, None, None
+        self._num_runs += 1
+        if job is not None:
+            self._given_up = job.job_id
+            self._adapters.end_live(job.name, succeeded=False)
+        return job is not None

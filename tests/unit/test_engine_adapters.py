@@ -22,6 +22,7 @@ from fineinfer.messages import (
     EngineStats,
     JobCheckpoint,
     JobEnded,
+    PauseJob,
     RemoveAdapter,
     SetAdapter,
     StartJob,
@@ -249,6 +250,50 @@ def test_an_older_checkpoint_does_not_move_a_live_name_back_and_a_cancelled_job_
     harness.add("gone", PROMPT, "lora", max_tokens=2)
     harness.run()
     assert harness.outputs["gone"][-1].error_code == "model_not_found"
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_live_job_that_pauses_and_goes_on_is_served_again(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, step: int
+) -> None:
+    harness, job = make(), live_job(tmp_path)
+    told, training = Told(harness), harness.parts.training
+    training.start(job)
+    train_until(harness, step)
+    held = serving(harness)
+    harness.add("early", PROMPT, "lora", max_tokens=60)
+    seen: list[str | None] = []
+
+    def pause_and_resume(turn: int) -> None:
+        if turn in (5, 15, 25):  # the same step is placed again while a request still uses its first copy
+            harness.send(PauseJob(job_id="job"))
+        elif turn in (10, 20, 30):
+            training.start(job)
+        seen.append(serving(harness))
+
+    harness.run(pause_and_resume)
+    assert held == f"live-job-{step}" and {o.adapter_version for o in harness.outputs["early"]} == {held}
+    assert {f"live-job-{step}.1", f"live-job-{step}.3"} <= set(seen)
+    train_until(harness, 99)
+    assert [ended.status for ended in told.of(JobEnded)] == ["paused"] * 3 + ["succeeded"]
+    assert harness.parts.adapters.num_pinned() == 0
+
+
+def test_live_serving_that_breaks_leaves_the_engine_and_the_job_alone(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make()
+    told = Told(harness)
+    harness.parts.training.start(live_job(tmp_path))
+    train_until(harness, 1)
+
+    def broken(*_: Any) -> bool:
+        raise RuntimeError("a copy that breaks")
+
+    monkeypatch.setattr(harness.parts.adapters, "place", broken)
+    train_until(harness, 99)
+    assert [ended.status for ended in told.of(JobEnded)] == ["succeeded"] and serving(harness) is None
+    assert len(told.of(JobCheckpoint)) > 1
 
 
 def test_a_job_that_serves_no_more_than_checkpoints_is_not_served_live(
