@@ -1,4 +1,4 @@
-"""SHA-256 of files: what checkpoints, data sets and uploads are known by (no torch)."""
+"""Files that must be what they were: known by their SHA-256, and on disk when they are said to be (no torch)."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def adapter_hash(directory: Path) -> str:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, would outlive a power cut.
+
+    Raises:
+        OSError: It cannot be opened or written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

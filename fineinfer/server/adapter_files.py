@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import BinaryIO
 
-from fineinfer.hashing import ADAPTER_FILES, adapter_hash
+from fineinfer.hashing import ADAPTER_FILES, adapter_hash, sync_to_disk
 from fineinfer.request import InvalidRequestError
 from fineinfer.server.errors import ApiError
 
@@ -68,13 +68,13 @@ def import_adapter(source: Path, adapters_dir: Path, root: Path | None = None) -
             if name != TEMPLATE_NAME or (source / name).is_file():
                 with _open(source / name, root) as file:
                     _copy(file, temporary / name)
-        _fsync(temporary)
+        sync_to_disk(temporary)
         version = adapter_hash(temporary)
         target = adapters_dir / version
         if not (target.is_dir() and adapter_hash(target) == version):
             shutil.rmtree(target, ignore_errors=True)  # a damaged one
             os.rename(temporary, target)
-            _fsync(adapters_dir)
+            sync_to_disk(adapters_dir)
     except OSError as error:
         raise AdapterFolderError(f"The adapter cannot be copied: {error.strerror or error}.") from error
     finally:
@@ -114,14 +114,6 @@ def _copy(file: BinaryIO, target: Path) -> None:
         shutil.copyfileobj(file, out, 1 << 20)
         out.flush()
         os.fsync(out.fileno())
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,16 @@ async def render_messages(
     messages: list[Message],
     add_generation_prompt: bool,
     kwargs: dict[str, Any] | None,
-    adapter: str | None = None,
+    directory: str | None = None,
 ) -> list[int]:
-    """Token ids of a conversation, in the template that the adapter was trained in, else the model's.
+    """Token ids of a conversation, in the template that lies in an adapter's ``directory``, else the model's.
 
     Raises:
         ApiError: 400 when the messages, or the model's lack of a template, do not allow it.
     """
     pool = services(request).tokenizers
     rendered = template_messages(messages)
-    store = request.app.state.store
-    version = None if adapter is None or store is None else store.adapters.resolve(adapter)
-    source = None if version is None else await asyncio.to_thread(_template_of, version.directory)
+    source = None if directory is None else _template_of(directory)
     if source is None and not has_chat_template(pool.tokenizer):
         name = request.app.state.settings.served_model_name
         message = f"The model '{name}' has no chat template; use /v1/completions."

@@ -52,7 +52,7 @@ async def _plan(request: Request, body: ChatRequest, using: Services) -> Generat
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = sampling_params(body, info.vocab_size, max_tokens, chat_logprobs(body))
     prompt = await render_messages(
-        request, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs, model.adapter
+        request, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs, model.directory
     )
     check_prompts([prompt], info, max_tokens)
     return GenerationPlan(

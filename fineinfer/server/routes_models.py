@@ -16,10 +16,11 @@ router = APIRouter()
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What a client's model name means: ``adapter`` is None for the base model."""
+    """What a client's model name means: ``adapter`` is None for the base model, ``directory`` has its files if any."""
 
     name: str
     adapter: str | None
+    directory: str | None = None
 
 
 def resolve_model(request: Request, name: str) -> ResolvedModel:
@@ -33,8 +34,9 @@ def resolve_model(request: Request, name: str) -> ResolvedModel:
         return ResolvedModel(name, None)
     candidates = [name, name.removeprefix(f"{base}:")] if name.startswith(f"{base}:") else [name]
     for candidate in candidates:
-        if _find(request, candidate) is not None:
-            return ResolvedModel(name, candidate)
+        found = _find(request, candidate)
+        if found is not None:
+            return ResolvedModel(name, candidate, getattr(found, "directory", None))
     raise model_not_found(name)
 
 

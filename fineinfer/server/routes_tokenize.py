@@ -23,11 +23,11 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a prompt or of messages."""
     body = await read_json(request, TokenizeRequest)
     refuse_not_implemented(body)
-    adapter = None if body.model is None else resolve_model(request, body.model).adapter
+    directory = None if body.model is None else resolve_model(request, body.model).directory
     using = services(request)
     if body.messages is not None:
         opens, variables = body.add_generation_prompt, body.chat_template_kwargs
-        ids = await render_messages(request, body.messages, opens, variables, adapter)
+        ids = await render_messages(request, body.messages, opens, variables, directory)
     elif body.prompt is not None:
         ids = await using.tokenizers.run(encode_text, body.prompt, body.add_special_tokens)
     else:

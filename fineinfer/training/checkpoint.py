@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from fineinfer.adapters.config import AdapterError
 from fineinfer.adapters.peft_io import CONFIG_NAME, WEIGHTS_NAME, content_hash, load_adapter, save_adapter
 from fineinfer.adapters.weights import LoraWeights
-from fineinfer.hashing import ADAPTER_FILES, CHAT_TEMPLATE_FILE, file_sha256
+from fineinfer.hashing import ADAPTER_FILES, CHAT_TEMPLATE_FILE, file_sha256, sync_to_disk
 from fineinfer.messages import LoraSpec
 from fineinfer.training.errors import TrainingError
 
@@ -183,7 +183,7 @@ def _failure(what: str, error: Exception) -> CheckpointError:
 def _publish(root: Path, target: Path, fill: Callable[[Path], None]) -> None:
     """Make ``target`` appear at once and durable, with the files that ``fill`` writes."""
     root.mkdir(parents=True, exist_ok=True)
-    _fsync(root.parent)
+    sync_to_disk(root.parent)
     for leftover in root.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover)
     temporary = root / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -191,23 +191,15 @@ def _publish(root: Path, target: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(temporary)
         for path in temporary.iterdir():
-            _fsync(path)
-        _fsync(temporary)
+            sync_to_disk(path)
+        sync_to_disk(temporary)
         if target.exists():  # a damaged one of the same name, or a replayed step
             os.rename(target, root / f"{_TEMPORARY}{uuid.uuid4().hex}")
         os.rename(temporary, target)
-        _fsync(root)
+        sync_to_disk(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _measure(folder: Path) -> dict[str, dict[str, Any]]:
@@ -249,5 +241,5 @@ def _remove_old(root: Path) -> None:
 def _remove(directory: Path) -> None:
     doomed = directory.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
     os.rename(directory, doomed)  # so that a crash leaves no half of a checkpoint under its name
-    _fsync(directory.parent)
+    sync_to_disk(directory.parent)
     shutil.rmtree(doomed)
