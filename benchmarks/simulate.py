@@ -76,6 +76,12 @@ class CostModel:
         train_unit_s: Seconds of a unit.
         train_units: Units of an update besides the optimizer: forward and backward of 32 layers and the head.
         optimizer_s: Seconds of the update of the adapter, an estimate.
+        beside_rows: Rows of a step with training beside it, ascending: those of 53 and 128 rows are measured (on
+            2026-11-28, 16 requests a second, micro-batches of 4,096 tokens), the others estimates.
+        beside_more_s: Seconds that such a step takes more than alone.
+        beside_share: Part of its speed that training keeps meanwhile.
+        beside_host_s: Host time between two such steps, in which training has the device for itself.
+        beside_tail_s: Seconds, alone, of the units on their way when a step without training beside it begins.
     """
 
     name: str = "8b-h100"
@@ -91,6 +97,11 @@ class CostModel:
     train_unit_s: float = 2.0e-3
     train_units: int = 66
     optimizer_s: float = 2.0e-3
+    beside_rows: tuple[int, ...] = (16, 53, 128, 256, 512, 1024, 2048)
+    beside_more_s: tuple[float, ...] = (9.0e-3, 10.0e-3, 11.3e-3, 12.5e-3, 16.0e-3, 27.0e-3, 50.0e-3)
+    beside_share: tuple[float, ...] = (0.7, 0.68, 0.66, 0.62, 0.55, 0.5, 0.5)
+    beside_host_s: float = 2.0e-3
+    beside_tail_s: float = 6.0e-3
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
@@ -121,6 +132,12 @@ class CostModel:
         slope = (seconds[i] - seconds[i - 1]) / (rows[i] - rows[i - 1])
         return max(seconds[0], seconds[i] + slope * (num_rows - rows[i]))
 
+    def beside(self, num_rows: int) -> tuple[float, float]:
+        """Seconds that a step takes more with training beside it, and the part of its speed that training keeps."""
+        return _linear(self.beside_rows, self.beside_more_s, num_rows), _linear(
+            self.beside_rows, self.beside_share, num_rows
+        )
+
     def prefill_pairs_s(self, start: int, length: int) -> float:
         """Arithmetic of attention of a chunk of ``length`` rows from position ``start`` on."""
         return length * (start + length / 2) * self.attention_flop_per_pair / self.attention_flops
@@ -129,6 +146,15 @@ class CostModel:
         """Seconds of a prompt's prefill, and of one of its output tokens, were it alone on the device."""
         token_s = self.gemm(1) + self.head_s + num_prompt * self.kv_bytes_per_token / self.kv_bytes_per_s
         return self.gemm(num_prompt) + self.head_s + self.prefill_pairs_s(0, num_prompt), token_s
+
+
+def _linear(points: tuple[int, ...], values: tuple[float, ...], at: float) -> float:
+    """Linear between the points, constant beyond them."""
+    i = bisect.bisect_left(points, at)
+    if i in (0, len(points)):
+        return values[min(i, len(points) - 1)]
+    part = (at - points[i - 1]) / (points[i] - points[i - 1])
+    return values[i - 1] + part * (values[i] - values[i - 1])
 
 
 @dataclass(frozen=True)
@@ -144,6 +170,7 @@ class Setup:
     max_model_len: int = 16_384
     kv_slots: int = 200_000
     training: bool = True
+    beside: bool = False
 
 
 @dataclass(slots=True)
@@ -291,7 +318,11 @@ class Simulation:
         units = [("forward", cost.train_unit_s)] * half + [("backward", cost.train_unit_s)] * (cost.train_units - half)
         self._units = [(kind, took + cost.host_s) for kind, took in [*units, ("optimizer", cost.optimizer_s)]]
         left = [sum(took for _, took in self._units[i:]) for i in range(len(self._units))]
-        self._states = [TrainingState(True, i > 0, s, s / (len(left) - i)) for i, s in enumerate(left)]
+        self._states = [
+            TrainingState(True, i > 0, s, s / (len(left) - i), beside=setup.beside) for i, s in enumerate(left)
+        ]
+        self._tail = False  # units are on their way
+        self._ahead_s = 0.0  # of the next unit, trained beside steps
         self._update_s, self._unit = left[0], 0
         self._now_s = self._work_s = self._trained_s = 0.0
         self._rows = 0
@@ -327,8 +358,9 @@ class Simulation:
             if plan.chunks:
                 self._step(plan)
                 stepped_s = self._now_s
-            if plan.train:
+            if plan.train and not (setup.beside and plan.chunks):
                 self._train_one()
+                self._tail = setup.beside
             elif not plan.chunks:
                 self._now_s = min(due_s, self._now_s + POLL_S)
             if self._now_s - stepped_s > STALL_S + setup.deferral_bound_s:
@@ -396,8 +428,13 @@ class Simulation:
             if chunk.length > 1:
                 took += cost.prefill_pairs_s(chunk.start, chunk.length)
         took += context * cost.kv_bytes_per_token / cost.kv_bytes_per_s
-        now = self._now_s = self._now_s + took
-        self._latency.observe("decode" if num_rows == len(chunks) else "prefill", num_rows, took)
+        beside_s = (
+            self._train_beside(num_rows, took, plan.train) if self._setup.beside and self._setup.training else 0.0
+        )
+        now = self._now_s = self._now_s + took + beside_s
+        self._latency.observe(
+            "decode" if num_rows == len(chunks) else "prefill", num_rows, took + beside_s, beside_s > 0
+        )
         for chunk in chunks:
             scheduler.launched(chunk)
             if not chunk.samples:
@@ -439,8 +476,26 @@ class Simulation:
                 self.outcome.longest_pause_s = max(self.outcome.longest_pause_s, self._now_s - since_s)
                 del self._paused[name]
 
-    def _train_one(self) -> None:
-        kind, took = self._units[self._unit]
+    def _train_beside(self, num_rows: int, step_s: float, train: bool) -> float:
+        """Train while a step runs; seconds that it takes more."""
+        more_s, share = self._cost.beside(num_rows)
+        if train:
+            self._ahead_s += share * (step_s + more_s) + self._cost.beside_host_s
+            self._tail = True
+            more_s += self._cost.beside_host_s
+        elif self._tail:  # units on their way
+            part = min(1.0, self._cost.beside_tail_s / (share * (step_s + more_s)))
+            self._ahead_s += part * share * (step_s + more_s)
+            more_s *= part
+            self._tail = False
+        else:
+            return 0.0
+        while self._ahead_s >= self._units[self._unit][1]:
+            self._ahead_s -= self._units[self._unit][1]
+            self._count_unit(*self._units[self._unit])
+        return more_s
+
+    def _count_unit(self, kind: str, took: float) -> None:
         self._unit = (self._unit + 1) % len(self._units)
         if self._now_s < self.outcome.horizon_s:
             self.outcome.trained_s += took
@@ -448,9 +503,13 @@ class Simulation:
             windows, index = self.outcome.windows_s, int(self._now_s // SHARE_WINDOW_S)
             windows += [0.0] * (index + 1 - len(windows))
             windows[index] += took
-        self._now_s += took
         self._trained_s += took
         self._latency.observe(kind, self._cost.train_rows, took)
+
+    def _train_one(self) -> None:
+        kind, took = self._units[self._unit]
+        self._count_unit(kind, took)
+        self._now_s += took
 
     def _train_until(self, due_s: float) -> None:
         """Units one after the other; what LatencyModel would learn of them only ``slo`` looks at."""
@@ -570,6 +629,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--speed", type=float, default=1.0, help="of the trace's clock")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--without-max-tokens", type=float, default=0.0, help="part of the requests that set none")
+    parser.add_argument("--beside", action="store_true", help="training units run beside steps, as on a GPU")
     parser.add_argument("--no-training", action="store_true", help="requests alone")
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--admission", nargs="+", choices=ADMISSIONS, default=["predicted"])
@@ -605,6 +665,7 @@ def make_setup(args: argparse.Namespace, policy: str, admission: str) -> Setup:
         max_model_len=args.max_model_len,
         kv_slots=args.kv_slots or (4 * args.max_model_len if args.adversarial else Setup.kv_slots),
         training=not args.no_training,
+        beside=args.beside,
     )
 
 

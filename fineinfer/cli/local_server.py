@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,9 +104,23 @@ def local_server(*flags: str) -> Iterator[LocalServer]:
             )
         server = LocalServer(process, f"http://127.0.0.1:{port}", log_path)
         try:
-            yield server
+            with _ending_in_order():
+                yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM ends the program as an exception, so that what it has started is stopped."""
+    if threading.current_thread() is not threading.main_thread():  # which may set no handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _clean_environment() -> dict[str, str]:

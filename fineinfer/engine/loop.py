@@ -62,9 +62,10 @@ class EngineParts:
 
 
 class _InFlight(NamedTuple):
-    """A launched step, and whether training was to run beside it."""
+    """A launched step; whether training is to run beside it, and whether some does in any case."""
 
     launched: Launched
+    train: bool
     beside: bool
 
 
@@ -129,7 +130,11 @@ class EngineLoop:
     # ------------------------------------------------------------ inference
 
     def _run_inference(self, plan: StepPlan) -> bool:
-        """Launch the plan, then take in what is due: while the device runs a step, the host commits the one before."""
+        """Launch the plan, then take in what is due: while the device runs a step, the host commits the one before.
+
+        A step with training beside it is waited for: training fills the gap behind it, and prompts that come meanwhile
+        join the next step instead of the one after it.
+        """
         beside = plan.train and self.parts.training.can_run_beside
         if plan.chunks:
             try:
@@ -138,29 +143,32 @@ class EngineLoop:
                 logger.exception("a forward of %d requests failed; running them one by one", len(plan.chunks))
                 self._run_one_by_one(plan.chunks)
         worked = bool(plan.chunks)
-        while self._in_flight and (not plan.chunks or len(self._in_flight) > self.parts.runner.max_in_flight):
-            if beside:
+        most = self.parts.runner.max_in_flight if plan.chunks and not beside else 0
+        while len(self._in_flight) > most:
+            if self._in_flight[0].train:
                 self._train_until_done(self._in_flight[0].launched)
             self._collect()
             worked = True
         return worked
 
-    def _launch(self, chunks: tuple[Chunk, ...], beside: bool = False) -> None:
-        beside = self.parts.training.step_begins() or beside
-        self._in_flight.append(_InFlight(self.parts.runner.launch(chunks), beside))
+    def _launch(self, chunks: tuple[Chunk, ...], train: bool = False) -> None:
+        beside = self.parts.training.step_begins() or train
+        self._in_flight.append(_InFlight(self.parts.runner.launch(chunks), train, beside))
         for chunk in chunks:
             self.parts.scheduler.launched(chunk)
 
     def _train_until_done(self, step: Launched) -> None:
-        """Keep training's stream busy while the device runs a step."""
-        while not step.is_done:
-            if self.parts.training.feed():
-                self.parts.counters.training_units += 1
-            else:
+        """Keep training's stream busy while the device runs a step; one unit at least, however short that is."""
+        while True:
+            fed = self.parts.training.feed()
+            self.parts.counters.training_units += fed
+            if step.is_done:
+                return
+            if not fed:
                 time.sleep(POLL_S)
 
     def _collect(self) -> None:
-        step, beside = self._in_flight.popleft()
+        step, _, beside = self._in_flight.popleft()
         results, seconds = step.collect()
         self.parts.latency.observe("decode" if step.is_decode else "prefill", step.num_rows, seconds, beside)
         for result in results:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 RATE_UPDATES = 16  # the rate shown is the mean over this many updates
 USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
-MAX_BESIDE = 3  # units in flight beside requests: enough for the device between two looks of the host
+AHEAD_S, MAX_BESIDE = 6e-3, 6  # of units in flight beside requests: enough for the device until the host looks again
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,8 @@ class TrainingHost:
         self._times.take_finished()
         trainer, on_their_way = self.trainer, self._times.num_pending
         if trainer is None or on_their_way >= MAX_BESIDE or (on_their_way and trainer.next_unit_waits):
+            return False
+        if self._times.pending_s >= AHEAD_S:
             return False
         return self.run_unit(beside=True)
 

@@ -47,6 +47,11 @@ class UnitTimes:
         """Units on their way, as far as the host knows."""
         return len(self._pending)
 
+    @property
+    def pending_s(self) -> float:
+        """Estimated seconds of the units on their way, were they alone."""
+        return sum(self._latency.estimate(unit.kind, unit.num_tokens) for unit in self._pending)
+
     def step_begins(self) -> bool:
         """Note that a step of requests is launched now; whether the device still runs units then."""
         self.take_finished()

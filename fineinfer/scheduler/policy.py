@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 SHARE_WINDOW_S, SHARE_TICK_S = 10.0, 0.05
+
+
+class TokenClock(NamedTuple):
+    """When a running request's first token came, and how many it has had since, launched ones included."""
+
+    first_s: float
+    done: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,9 @@ class LoadState:
         deferral_bound_s: Longest a waiting request may be held back for training.
         now_s: ``time.monotonic()``.
         prefill_tokens: Prompt tokens of running requests that are still to be computed.
+        queued_tokens: Prompt tokens of waiting requests.
+        in_flight_s: Estimated seconds that launched steps still take.
+        clocks: Of the running requests that have a token; only while training can run beside steps.
         step_s: Estimated seconds of a decode step of the running requests.
         unit_s: Estimated seconds of a training unit, on the mean of those that are left.
         trained_s: Seconds of training since start.
@@ -41,6 +52,9 @@ class LoadState:
     deferral_bound_s: float
     now_s: float = 0.0
     prefill_tokens: int = 0
+    queued_tokens: int = 0
+    in_flight_s: float = 0.0
+    clocks: tuple[TokenClock, ...] = ()
     step_s: float = 0.0
     unit_s: float = 0.0
     trained_s: float = 0.0

@@ -11,7 +11,7 @@ from fineinfer.request import FinishReason
 from fineinfer.scheduler.admission import MAX_PREEMPTIONS, LengthPredictor, PeakCheck, expected_peak
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.plan import Chunk, PlanDraft, StepPlan
-from fineinfer.scheduler.policy import LoadState, Policy
+from fineinfer.scheduler.policy import LoadState, Policy, TokenClock
 from fineinfer.scheduler.rows import SequenceRows
 from fineinfer.scheduler.sequence import Sequence
 from fineinfer.scheduler.slo import LoadFree, SloPolicy
@@ -80,7 +80,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._latency = LatencyModel() if latency is None else latency
-        self._last_unit_s = 0.0
+        self._last_unit_s = self._last_step_s = 0.0
         self._asked = False  # the last plan asked for a larger pool
         self.rows = SequenceRows(kv_cache)
         self.waiting = WaitingQueue()
@@ -116,6 +116,10 @@ class Scheduler:
         if turn.infer:
             self._fill(now_s, draft)
         self._asked = draft.slots_wanted > 0
+        if draft.chunks:
+            num_rows = sum(chunk.length for chunk in draft.chunks.values())
+            kind = "decode" if num_rows == len(draft.chunks) else "prefill"
+            self._last_step_s = self._latency.estimate(kind, num_rows)
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
         stuck = bool(self.waiting) and not draft.chunks and turn.admit and not self._asked
@@ -138,6 +142,13 @@ class Scheduler:
             deferral_bound_s=self._limits.deferral_bound_s,
             now_s=now_s,
             prefill_tokens=prefill_tokens,
+            queued_tokens=self.waiting.num_tokens,
+            clocks=tuple(
+                TokenClock(sequence.first_token_s, sequence.num_generated - 1)
+                for sequence in (self.running if training.beside and training.ready else ())
+                if sequence.first_token_s is not None
+            ),
+            in_flight_s=self._last_step_s if any(s.num_in_flight for s in self.running) else 0.0,
             step_s=estimate("decode", len(self.running)),
             unit_s=training.unit_s,
             trained_s=self._latency.trained_s,

@@ -5,12 +5,15 @@ it fits into the slack. Slack adds up over a few tokens, so that units longer th
 request's time per output token is a mean. Waiting prompts end the training at the next unit. The pace, the part of the
 target that is really spent, follows the observed 99th percentiles: additive increase, multiplicative decrease.
 
-Where training runs beside steps on a stream of its own, the same is asked for each step: whether it may take as long as
-it does with training beside it. What steps took less than their tokens' time lets later ones take more.
+Where training runs beside steps on a stream of its own, each running request has a clock: its next token is due a
+token's time after the one before was due. A step has training beside it if even so it ends before the first of these
+moments, and waits while another unit fits before it too. Steps with many prompt tokens fill the device on their own and
+run alone: sharing them would delay first tokens and win nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,9 +22,10 @@ from fineinfer.scheduler.policy import POLICIES, SHARE_WINDOW_S, CappedPolicy, L
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
+MAX_PACE = 0.97  # the rest is for what the engine does not see: a token's way to the client
 CREDIT_S = 2.0  # training beyond the minimum counts for so long
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
-MAX_SLACK, MAX_DEBT = 2.0, 8.0  # tokens' times that steps beside training may be ahead of their targets, or behind
+MAX_PROMPT_BESIDE = 256  # prompt tokens of a step with training beside it: more fill the device on their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,8 @@ class SloPolicy:
 
     def __init__(self, targets: SloTargets) -> None:
         self._targets = targets
-        self.pace = 1.0
+        self.pace = MAX_PACE
         self._due_s = 0.0  # when the next tokens of the running requests are due
-        self._slack_s = 0.0  # what steps have taken less than their tokens' time; negative: more
         self._last_inference_s: float | None = None
         self._step_took_s = self._trained_then_s = 0.0  # the last step, and training until it
         self._share = ShareMeter()
@@ -107,22 +110,28 @@ class SloPolicy:
             self.pace = max(MIN_PACE, self.pace * max(PACE_DROP, 1.0 / worst))
             self._latencies.clear()  # they happened at the old pace
         else:
-            self.pace = min(1.0, self.pace + PACE_STEP)
+            self.pace = min(MAX_PACE, self.pace + PACE_STEP)
 
     def _beside(self, load: LoadState, missing: bool, enough: bool) -> Turn:
-        """A step now; with training beside it, if what it then takes is within the targets."""
+        """A step, with training beside it if it is in time even so; or, if nobody waits, first a unit alone."""
         token_s = self.pace * self._tpot_s(load.step_s)
-        if self._last_inference_s is None or not load.num_running:
-            self._slack_s = 0.0
-        else:
-            spent_s = load.now_s - self._last_inference_s
-            self._slack_s = min(MAX_SLACK * token_s, max(-MAX_DEBT * token_s, self._slack_s + token_s - spent_s))
-        self._last_inference_s = load.now_s
+        free_s = load.now_s + load.in_flight_s  # when a step launched now begins
+        due_s = self._due(load, token_s)
+        num_prompt = load.prefill_tokens + load.queued_tokens
+        may = load.training_ready and not enough
+        idle = not num_prompt and len(load.clocks) == load.num_running
+        if may and idle and free_s + load.unit_s + load.step_beside_s <= due_s:
+            return Turn(admit=True, train=True, infer=False)
         first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
-        in_time = (load.oldest_wait_s or 0.0) + load.prefill_beside_s <= first_s
-        fits = load.step_beside_s <= token_s + self._slack_s
-        allowed = missing or (not enough and fits and in_time)
-        return Turn(admit=True, train=allowed and load.training_ready)
+        in_time = (load.oldest_wait_s or 0.0) + load.in_flight_s + load.prefill_beside_s <= first_s
+        fits = num_prompt <= MAX_PROMPT_BESIDE and free_s + load.step_beside_s <= due_s
+        self._last_inference_s = load.now_s
+        return Turn(admit=True, train=load.training_ready and (missing or (not enough and fits and in_time)))
+
+    @staticmethod
+    def _due(load: LoadState, token_s: float) -> float:
+        """When the next step has to end for every running request to keep its time per token."""
+        return min((clock.first_s + token_s * (clock.done + 1) for clock in load.clocks), default=math.inf)
 
     def _infer(self, load: LoadState) -> Turn:
         """A turn for requests: the tokens of its step earn their time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import math
 import os
@@ -127,6 +128,8 @@ def _serve(settings: ApiSettings, token: bytes) -> int:
             timer.cancel()
 
     sockets = None if settings.socket_fd is None else [socket.socket(fileno=settings.socket_fd)]
+    gc.collect()
+    gc.freeze()  # as in the engine: no request waits while all that is loaded is gone through
     server = Server(config)
     server.run(sockets=sockets)
     return 0 if server.started else 1

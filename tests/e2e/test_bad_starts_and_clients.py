@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -51,6 +53,19 @@ def test_unknown_flag_and_config_key(tmp_path: Path) -> None:
     assert serve("--max-modle-len", "5").returncode == 2
     (tmp_path / "c.yaml").write_text("max-modle-len: 5\n")
     assert_one_line(serve("--config", str(tmp_path / "c.yaml")), "max-modle-len", "max-model-len")
+
+
+def test_a_program_that_is_terminated_leaves_no_server_behind() -> None:
+    code = "import time; from fineinfer.cli.local_server import local_server\n"
+    code += "with local_server() as server: print(server._process.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        os.killpg(pid, 0)
+        program.terminate()
+        assert program.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
 
 
 def test_a_state_folder_serves_one_server(tiny_model, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler.latency_model import LatencyModel
-from fineinfer.scheduler.policy import LoadState
+from fineinfer.scheduler.policy import LoadState, TokenClock
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
-from fineinfer.scheduler.slo import CATCH_UP, MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.slo import CATCH_UP, MAX_PACE, MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
 
 UNIT_S = 2.0e-3  # an 8B layer over 2,048 rows on an H100
 UNITS = 400  # of an update
@@ -190,13 +190,13 @@ def test_the_pace_falls_while_targets_are_missed_and_recovers() -> None:
     assert MIN_PACE <= low < 0.3
     for _ in range(16 * 60 + 256):
         policy.observe_request(0.05, 10e-3, free)
-    assert policy.pace == 1.0
+    assert policy.pace == MAX_PACE
     for _ in range(64):
         policy.observe_request(0.5, None, free, trained_s=0.1)  # late, but so they would have been without training
-    assert policy.pace == 1.0
+    assert policy.pace == MAX_PACE
     for _ in range(64):
         policy.observe_request(0.5, None, free, trained_s=0.45)  # late by training; these have one token only
-    assert policy.pace < 1.0
+    assert policy.pace < MAX_PACE
 
 
 def test_beside_steps_more_is_trained_within_the_same_targets() -> None:
@@ -222,6 +222,39 @@ def test_beside_steps_the_minimum_share_holds_under_overload(share: float) -> No
     assert share * 0.9 <= overloaded.share <= share + 0.05
     assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
     assert simulate(8, 30, tpot_s=60e-3, train_share_max=0.3, beside=True).share == pytest.approx(0.3, abs=0.04)
+
+
+def beside(**load: object) -> LoadState:
+    known = {"oldest_wait_s": None, "num_running": 1, "training_ready": True, "update_started": True}
+    known |= {"update_left_s": 1.0, "deferral_bound_s": 1.0, "now_s": 10.0, "step_s": 7e-3, "unit_s": 3e-3}
+    known |= {"step_beside_s": 15e-3, "beside": True, "trained_s": 1e3}
+    return LoadState(**(known | load))
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ({"clocks": (TokenClock(9.999, 0),)}, (True, False)),
+        ({"clocks": (TokenClock(9.999, 0),), "unit_s": 6e-3}, (True, True)),
+        ({"clocks": (TokenClock(9.999, 1),)}, (True, False)),
+        ({"clocks": (TokenClock(9.99, 0),)}, (False, True)),
+        ({"clocks": (TokenClock(9.999, 1), TokenClock(9.99, 0)), "num_running": 2}, (False, True)),
+        ({"clocks": (TokenClock(9.999, 1),), "num_running": 2}, (True, True)),
+        ({"clocks": (TokenClock(9.999, 1),), "in_flight_s": 21e-3}, (True, True)),
+        ({"clocks": (TokenClock(9.999, 1),), "prefill_tokens": 200}, (True, True)),
+        ({"clocks": (TokenClock(9.999, 9),), "prefill_tokens": 300}, (False, True)),
+        ({"clocks": (TokenClock(9.999, 9),), "queued_tokens": 300, "oldest_wait_s": 0.0}, (False, True)),
+        ({"prefill_tokens": 200, "prefill_beside_s": 0.05, "oldest_wait_s": 0.04}, (True, True)),
+        ({"prefill_tokens": 200, "prefill_beside_s": 0.05, "oldest_wait_s": 0.05}, (False, True)),
+        ({"clocks": (TokenClock(9.0, 0),), "training_ready": False}, (False, True)),
+    ],
+)  # fmt: skip
+def test_a_step_has_training_beside_it_or_waits_for_a_unit_while_every_token_is_in_time(
+    load: dict[str, object], expected: tuple[bool, bool]
+) -> None:
+    """(train, infer) at ten seconds, with 19.4 ms a token: a step takes 7 ms, 15 ms beside training, a unit 3 ms."""
+    turn = SloPolicy(SloTargets(0.1, 20e-3, 0.0))(beside(**load))
+    assert (turn.train, turn.infer) == expected
 
 
 def test_what_training_beside_a_step_costs_it_is_what_it_took_longer() -> None:
