@@ -54,7 +54,7 @@ def test_tokens_and_losses_are_those_of_engines_that_do_one_thing(engine, eager:
         quiet.loop.step()
     alone = told.losses()
 
-    busy = engine(policy="slo", slo_ttft_ms=1e6, slo_tpot_ms=1e6, enforce_eager=eager)
+    busy = engine(policy="slo", slo_ttft_ms=1e6, slo_tpot_ms=50, enforce_eager=eager)
     host, told = busy.parts.training, Told(busy)
     assert torch.cuda.current_stream().priority == SERVING_PRIORITY
     host.start(write_job(tmp_path / "busy", num_rows=40))
@@ -75,7 +75,7 @@ def test_tokens_and_losses_are_those_of_engines_that_do_one_thing(engine, eager:
 def test_shrinking_and_parking_while_both_streams_run(engine, tmp_path: Path) -> None:
     quiet = engine(policy="inference-first", enforce_eager=True)
     tokens = ask(quiet)
-    busy = engine(policy="slo", slo_ttft_ms=1e6, slo_tpot_ms=1e6, enforce_eager=True)
+    busy = engine(policy="slo", slo_ttft_ms=1e6, slo_tpot_ms=50, enforce_eager=True)
     host, ladder = busy.parts.training, busy.parts.ladder
     host.start(write_job(tmp_path / "busy", num_rows=40))
     step, turn = busy.loop.step, 0
