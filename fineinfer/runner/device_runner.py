@@ -141,6 +141,8 @@ class DeviceRunner:
     def capture_graphs(self) -> StepGraphs:
         """Capture decode steps and small mixed steps; later steps of their sizes replay them."""
         self._graphs = self._capture(None)
+        with torch.inference_mode():
+            self._graphs.drop_slower()
         return self._graphs
 
     def capture_largest(self) -> int:

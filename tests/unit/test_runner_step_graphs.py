@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineinfer.runner.step_graphs import GraphKey, Results, StepGraphs, decode_buckets, mixed_buckets
+from fineinfer.runner.step_graphs import TIMED_FROM, GraphKey, Results, StepGraphs, decode_buckets, mixed_buckets
 
 LARGEST_TILED = 4096  # up to here buckets follow the tiles of 64 rows that matrix products go by
 MOST = 10_000
@@ -63,6 +63,31 @@ def test_find_gives_the_smallest_step_that_holds_the_rows(
         assert key is None
     else:
         assert key == GraphKey(smallest(buckets, num_rows), mixed, adapted)
+
+
+@given(st.data())
+def test_no_step_is_left_that_takes_longer_than_a_larger_one(data: st.DataObject) -> None:
+    made, took = graphs(512, 1024), {}
+    times = st.floats(5e-3, 25e-3)
+
+    def seconds(key: GraphKey) -> float:
+        assert key not in took and not key.adapted
+        took[key] = data.draw(times)
+        return took[key]
+
+    before = set(made.keys())
+    made.drop_slower(seconds)
+    assert set(made.keys()) == set(made._graphs) <= before
+    for mixed, largest in ((False, 512), (True, 1024)):
+        for rows in (1, 200, 256, 257, 300, 449, 512):
+            for adapted in (False, True):
+                key = made.find(rows, mixed, adapted)
+                assert key is not None and key.num_rows >= rows
+                timed = GraphKey(key.num_rows, mixed, False)
+                wider = [took[other] for other in took if other.mixed == mixed and other.num_rows > key.num_rows]
+                assert timed not in took or took[timed] <= min(wider, default=1.0)
+        assert made.find(largest, mixed, False) == GraphKey(largest, mixed, False), "the largest stays"
+        assert {key for key in before - set(made.keys()) if key.num_rows < TIMED_FROM} == set()
 
 
 def test_every_decode_batch_has_a_step() -> None:
