@@ -58,10 +58,10 @@ class SchedulerConfig:
     """Who runs when: requests beside each other, and training between them."""
 
     policy: str = _setting(
-        "deferred",
-        one_of("deferred", "inference-first", "train-first", "slo"),
+        "slo",
+        one_of("slo", "deferred", "inference-first", "train-first"),
         "NAME",
-        "deferred | inference-first | train-first | slo: how training and requests share the engine.",
+        "slo | deferred | inference-first | train-first: how training and requests share the engine.",
     )
     deferral_bound_s: float = _setting(
         1.0, number(0), "SECONDS", "deferred: longest a waiting request may be held back for training."

@@ -34,7 +34,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int = 8
     max_lora_rank: int = 64
     max_cpu_loras: int | None = None
-    policy: str = "deferred"
+    policy: str = "slo"
     deferral_bound_s: float = 1.0
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
