@@ -94,10 +94,8 @@ def prepare(parts: RunnerParts, runner: Runner) -> str | None:
     if parts.backend != "triton" or parts.device.type != "cuda":
         return None
     started_s = time.perf_counter()
-    runner.warm_up()  # type: ignore[attr-defined]
-    ops = pick_ops(parts.backend, parts.device)
-    if ops is not None:
-        warm_up(parts.decoder, ops)
+    _compile(parts, runner)  # what the dry run's sizes had no use for
+    _warm_up(parts, runner)
     torch.cuda.synchronize(parts.device)
     said = f"kernels ready in {time.perf_counter() - started_s:.1f} s"
     if parts.enforce_eager:
@@ -105,6 +103,21 @@ def prepare(parts: RunnerParts, runner: Runner) -> str | None:
     graphs = runner.capture_graphs()  # type: ignore[attr-defined]
     mib = graphs.pool_bytes / 2**20
     return f"{said}; {graphs.num_graphs} steps captured in {graphs.capture_s:.1f} s, {mib:.0f} MiB"
+
+
+def _compile(parts: RunnerParts, runner: Runner) -> None:
+    """Compile every kernel of serving and training on all cores; loads those that were compiled before."""
+    from fineinfer.runner.compiling import compiling_only  # imports Triton
+
+    with compiling_only():
+        _warm_up(parts, runner)
+
+
+def _warm_up(parts: RunnerParts, runner: Runner) -> None:
+    runner.warm_up()  # type: ignore[attr-defined]
+    ops = pick_ops(parts.backend, parts.device)
+    if ops is not None:
+        warm_up(parts.decoder, ops)
 
 
 def fit_serving(
@@ -146,6 +159,8 @@ def measure_serving(parts: RunnerParts, max_model_len: int, spec: KVSpec) -> int
         pool=KVPool(spec, num_rows, parts.device),
     )
     graph_bytes = 0
+    if parts.backend == "triton" and parts.device.type == "cuda":
+        _compile(parts, make_runner(parts, trial))
 
     def largest_forward() -> None:
         nonlocal graph_bytes

@@ -7,6 +7,7 @@ it. The host lays out step i + 1 while the device runs step i, and waits only fo
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,6 +161,8 @@ class DeviceRunner:
         tiles = torch.zeros(1, 4, dtype=torch.int32, device=self._device)  # padding
         lora_tile = torch.zeros(1, 3, dtype=torch.int32, device=self._device)
         self._pool.move([0], [1])  # no request has slots yet
+        windows = self._decoder.spec.sliding_windows
+        layers = sorted({0, *(windows.index(window, 1) for window in windows[1:])})  # no other has kernels of its own
         with torch.inference_mode():
             for adapted, tile_rows in ((False, SMALL_LORA_TILE), (True, SMALL_LORA_TILE), (True, LARGE_LORA_TILE)):
                 num_rows = self._ids.shape[0]
@@ -167,9 +170,10 @@ class DeviceRunner:
                     padding, _ = self._padding(GraphKey(num_rows, False, False))
                     fields = self._inputs.upload(padding).view(NUM_FIELDS, -1)
                     project = self._project(adapted, fields, lora_tile, tile_rows)
-                    x, delta = self._layers(fields, min(num_rows, self._kv.table.max_rows), tiles, project)
+                    num_samples = min(num_rows, self._kv.table.max_rows)
+                    x, delta = self._layers(fields, num_samples, tiles, project, layers)
+                    logits = self._base.head(x[:num_samples], delta[:num_samples])
                     num_rows //= 2
-            logits = self._base.head(x, delta)
             token_tables.enter_tokens(self._ids[:1], self._ids[:1], fields, self._tables[1])
             self._sampler.warm_up(logits, self._tables[1])
 
@@ -289,7 +293,12 @@ class DeviceRunner:
         return max_tiles(key.num_rows, segments, SMALL_LORA_TILE) if key.adapted else 0
 
     def _layers(
-        self, fields: torch.Tensor, num_decodes: int, tiles: torch.Tensor | None, project: _Projection
+        self,
+        fields: torch.Tensor,
+        num_decodes: int,
+        tiles: torch.Tensor | None,
+        project: _Projection,
+        layers: Iterable[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Last residual stream and what the last layer adds to it; K and V of all rows are in the pool afterwards."""
         decoder, num_rows = self._decoder, fields.shape[1]
@@ -318,7 +327,7 @@ class DeviceRunner:
         x = decoder.embed(ids)
         delta: torch.Tensor | None = None
         ops = LayerOps(project.add_norm, project.gated)
-        for layer in range(spec.num_layers):
+        for layer in range(spec.num_layers) if layers is None else layers:
             x, delta = decoder.layer_parts(layer, x, delta, project, attend, ops)
         if delta is None:
             raise RuntimeError("a model without layers")

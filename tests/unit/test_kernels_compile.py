@@ -23,6 +23,7 @@ CONFIG = {
 CHILD = """
 import json, sys
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -45,7 +46,8 @@ def compile_only(self, *args, grid=None, warmup=False, **options):
     shared[name] = max(shared.get(name, 0), kernel.metadata.shared)
     return kernel
 
-JITFunction.run = compile_only
+compiled = []
+knobs.compilation.listener = lambda **told: compiled.append(told)
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import (
     activation, attention_decode, attention_prefill, few_rows_linear, norm, rope_store, slot_move
@@ -64,6 +66,16 @@ spec, cpu = model.spec, torch.device("cpu")
 adapters = AdapterRegistry(spec, 2, 32, model.decoder.dtype, cpu)
 pool = KVPool(KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, model.decoder.dtype), 256, cpu)
 runner = DeviceRunner(model.decoder, KVCache(256, 16, 256, pool=pool), adapters, 64, cpu)
+from fineinfer.runner.compiling import compiling_only
+from fineinfer.training.ops import triton_ops
+from fineinfer.training.warm_up import warm_up
+
+ops, launches = triton_ops(), JITFunction.run
+with compiling_only():
+    runner.warm_up()
+    warm_up(model.decoder, ops)
+assert JITFunction.run is launches
+ahead, JITFunction.run = len(compiled), compile_only
 runner.warm_up()
 slots = torch.arange(2)
 slot_move.move_slots(pool.layer(0), slots[:1], slots[1:])  # on a GPU the pool's own way of moving
@@ -81,13 +93,12 @@ from fineinfer.training.dropout import Dropout
 from fineinfer.training.fused_layers import make_layers
 from fineinfer.training.layers import Segments
 from fineinfer.training.loss import head_chunk
-from fineinfer.training.ops import triton_ops
 from fineinfer.training.projection import adapted_blocks
 from fineinfer.training.state import AdapterState
-from fineinfer.training.warm_up import warm_up
 
-served, ops, unexpected = set(shared), triton_ops(), []
+served, unexpected = set(shared), []
 warm_up(model.decoder, ops)
+late = [str(told["src"].name) for told in compiled[ahead:]]
 warm = set(variants)
 if dtype != "float16":
     layout = LoraLayout.uniform(spec, LoraSpec(r=48))
@@ -106,7 +117,7 @@ if dtype != "float16":
     head_norm = x.new_zeros(spec.head_dim)  # of Qwen3
     ops.rope(saved.qkv, *segments.rows, spec.num_heads, head_norm, head_norm, 1e-5)
 trained = sorted(set(shared) - served)
-print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected": unexpected}))
+print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected": unexpected, "late": late}))
 """
 
 
@@ -124,6 +135,7 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str) -> N
     said = json.loads(done.stdout.splitlines()[-1])
     assert len(said["shared"]) >= 19, said
     assert not said["new"], "a captured step uses kernels that the warm-up does not"
+    assert said["late"] == ["_move_slots_kernel"], "something was not compiled ahead"  # only a pool on a GPU calls it
     assert not said["unexpected"], "a training step compiles what the warm-up did not"
     assert len(said["trained"]) == (0 if dtype == "float16" else 6), said["trained"]
     too_large = {name: size for name, size in said["shared"].items() if size > MAX_SHARED_BYTES[capability]}
