@@ -25,6 +25,7 @@ PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
 MAX_PACE = 0.97  # the rest is for what the engine does not see: a token's way to the client
 CREDIT_S = 2.0  # training beyond the minimum counts for so long
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
+MAX_GAP = 2.0  # tokens' times between two tokens that units alone may fill, however early the requests are
 MAX_PROMPT_BESIDE = 256  # prompt tokens of a step with training beside it: more fill the device on their own
 
 
@@ -116,22 +117,20 @@ class SloPolicy:
         """A step, with training beside it if it is in time even so; or, if nobody waits, first a unit alone."""
         token_s = self.pace * self._tpot_s(load.step_s)
         free_s = load.now_s + load.in_flight_s  # when a step launched now begins
-        due_s = self._due(load, token_s)
+        due_s = min((clock.first_s + token_s * (clock.done + 1) for clock in load.clocks), default=math.inf)
         num_prompt = load.prefill_tokens + load.queued_tokens
         may = load.training_ready and not enough
-        idle = not num_prompt and len(load.clocks) == load.num_running
-        if may and idle and free_s + load.unit_s + load.step_beside_s <= due_s:
-            return Turn(admit=True, train=True, infer=False)
+        if may and not num_prompt and len(load.clocks) == load.num_running:
+            if self._last_inference_s is None:
+                self._last_inference_s = load.now_s
+            latest_s = self._last_inference_s + load.step_beside_s + MAX_GAP * token_s
+            if free_s + load.unit_s + load.step_beside_s <= min(due_s, latest_s):
+                return Turn(admit=True, train=True, infer=False)
         first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
         in_time = (load.oldest_wait_s or 0.0) + load.in_flight_s + load.prefill_beside_s <= first_s
         fits = num_prompt <= MAX_PROMPT_BESIDE and free_s + load.step_beside_s <= due_s
         self._last_inference_s = load.now_s
         return Turn(admit=True, train=load.training_ready and (missing or (not enough and fits and in_time)))
-
-    @staticmethod
-    def _due(load: LoadState, token_s: float) -> float:
-        """When the next step has to end for every running request to keep its time per token."""
-        return min((clock.first_s + token_s * (clock.done + 1) for clock in load.clocks), default=math.inf)
 
     def _infer(self, load: LoadState) -> Turn:
         """A turn for requests: the tokens of its step earn their time."""

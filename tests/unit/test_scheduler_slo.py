@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -255,6 +256,20 @@ def test_a_step_has_training_beside_it_or_waits_for_a_unit_while_every_token_is_
     """(train, infer) at ten seconds, with 19.4 ms a token: a step takes 7 ms, 15 ms beside training, a unit 3 ms."""
     turn = SloPolicy(SloTargets(0.1, 20e-3, 0.0))(beside(**load))
     assert (turn.train, turn.infer) == expected
+
+
+def test_requests_that_are_early_do_not_wait_for_long_when_a_job_begins() -> None:
+    policy, first_s, now_s, done = SloPolicy(SloTargets(0.1, 20e-3, 0.0)), 5.0, 10.0, 700  # 7 ms a token so far
+    steps: list[float] = []
+    while len(steps) < 40:
+        turn = policy(beside(now_s=now_s, clocks=(TokenClock(first_s, done),)))
+        assert turn.train
+        now_s += 15e-3 if turn.infer else 3e-3
+        if turn.infer:
+            done += 1
+            steps.append(now_s)
+    gaps = [b - a for a, b in itertools.pairwise(steps)]
+    assert max(gaps) <= 2 * 20e-3 + 15e-3 and sum(gaps) / len(gaps) > 20e-3, "slack is spent, a little at a time"
 
 
 def test_what_training_beside_a_step_costs_it_is_what_it_took_longer() -> None:
