@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
+from fineinfer.kernels.launch import cdiv, dependent, follow, next_power_of_2
 
 MAX_BLOCK = 1024  # columns of a program: with 4 warps 8 a thread, one 16-byte load of each half
 
@@ -61,8 +61,8 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
         raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit {list(gate_up.shape)} {gate_up.dtype}")
     if num_tokens == 0:
         return out
-    block = min(MAX_BLOCK, triton.next_power_of_2(intermediate))
-    num_blocks = triton.cdiv(intermediate, block)
+    block = min(MAX_BLOCK, next_power_of_2(intermediate))
+    num_blocks = cdiv(intermediate, block)
     _silu_and_mul_kernel[(num_tokens * num_blocks,)](
         gate_up, out, gate_up.stride(0), out.stride(0), intermediate, num_blocks, block, num_warps=4, **dependent()
     )

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv
 from fineinfer.kernels.reference_training import Expansion
 
 # A tile is never smaller than the number of threads: a value held by two could be read by the second after the first
@@ -158,7 +159,7 @@ def _launch(
     ranks = [0 if part is None else part.b.shape[1] for part in (gate, up)]
     gate_xa, gate_b, gate_stride, gate_scaling = _operands(gate)
     up_xa, up_b, up_stride, up_scaling = _operands(up)
-    grid = (triton.cdiv(num_rows, _ROWS) * triton.cdiv(intermediate, _COLUMNS),)
+    grid = (cdiv(num_rows, _ROWS) * cdiv(intermediate, _COLUMNS),)
     _adapted_silu_and_mul_kernel[grid](
         gate_up, out, gate_xa, gate_b, up_xa, up_b, gate_stride, up_stride, gate_scaling, up_scaling, *ranks,
         num_rows, intermediate, backward, _RANKS, _ROWS, _COLUMNS, num_warps=_NUM_WARPS,

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv
+
 _BLOCK = 1024
 
 
@@ -88,7 +90,7 @@ def adamw(
     if count == 0:
         return
     correction1, correction2 = 1 - betas[0] ** num_updates, 1 - betas[1] ** num_updates
-    _adamw_kernel[(triton.cdiv(count, _BLOCK),)](
+    _adamw_kernel[(cdiv(count, _BLOCK),)](
         params, grads, exp_avg, exp_avg_sq, compute, count, float(grad_scale), 1 - learning_rate * weight_decay,
         1 - betas[0], betas[1], 1 - betas[1], math.sqrt(correction2), eps, learning_rate / correction1, _BLOCK,
         num_warps=4,

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
+from fineinfer.kernels.launch import dependent, follow, next_power_of_2
 
 # Chunks of a batch times key/value heads: a few programs for each of a GPU's 132 processors. 512 measured best of 512,
 # 1,024 and 2,048 with 8 heads of 128 on an H100.
@@ -105,7 +105,7 @@ def plan(lengths: torch.Tensor, work: DecodePlan) -> None:
         TARGET=work.target,
         MIN_CHUNK=MIN_CHUNK,
         BLOCK_KEYS=BLOCK_KEYS,
-        BLOCK_ROWS=triton.next_power_of_2(batch),
+        BLOCK_ROWS=next_power_of_2(batch),
         num_warps=4,
     )
 
@@ -166,8 +166,8 @@ def attention_decode(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_HEADS=max(16, triton.next_power_of_2(group)),
-        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_HEADS=max(16, next_power_of_2(group)),
+        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
         BLOCK_KEYS=32 if wide else BLOCK_KEYS,
         PRECISION="ieee" if wide else "tf32",
         num_warps=NUM_WARPS,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
+from fineinfer.kernels.launch import dependent, follow, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 BLOCK_ROWS, BLOCK_KEYS, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # half types; fp32 tiles are smaller
@@ -93,7 +93,7 @@ def attention_prefill(
         HEAD_DIM=head_dim,
         BLOCK_ROWS=block_rows(q.dtype),
         BLOCK_KEYS=32 if wide else BLOCK_KEYS,
-        BLOCK_DIM=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_DIM=max(16, next_power_of_2(head_dim)),
         HAS_WINDOW=window is not None,
         PRECISION="ieee" if wide else "tf32",
         num_warps=4 if wide else NUM_WARPS,

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import next_power_of_2
+
 _MAX_BLOCK, _NUM_WARPS = 4096, 8  # 16 values a thread
 
 
@@ -70,7 +72,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     correct = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
         # never fewer than threads: what one thread has written another must not read as a logit
-        block = min(_MAX_BLOCK, max(32 * _NUM_WARPS, triton.next_power_of_2(vocab)))
+        block = min(_MAX_BLOCK, max(32 * _NUM_WARPS, next_power_of_2(vocab)))
         _cross_entropy_kernel[(num_rows,)](
             logits, targets, losses, correct, logits.stride(0), vocab, block, num_warps=_NUM_WARPS
         )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv, next_power_of_2
 from fineinfer.kernels.reference_training import HASH_STEPS, dropout_threshold
 
 _BLOCK = 1024
@@ -73,8 +74,8 @@ def dropout(x: torch.Tensor, keys: torch.Tensor, salt: int, rate: float) -> torc
     out = x.new_empty(num_rows, width)
     if out.numel() == 0:
         return out
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    num_blocks = triton.cdiv(width, block)
+    block = min(_BLOCK, next_power_of_2(width))
+    num_blocks = cdiv(width, block)
     _dropout_kernel[(num_rows * num_blocks,)](
         x, keys, out, x.stride(0), salt, dropout_threshold(rate), width, num_blocks, block, num_warps=4
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent
+from fineinfer.kernels.launch import cdiv, dependent
 
 MAX_ROWS = 16  # one tensor-core tile
 _BLOCK_OUT, _BLOCK_IN, _NUM_WARPS, _NUM_STAGES = 32, 256, 4, 4
@@ -78,7 +78,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
     tensors = x, weight, out if bias is None else bias, out
     if num_rows > 1:
         block_out = _GATED_BLOCK_OUT if gated else _BLOCK_OUT
-        _tile_kernel[(triton.cdiv(num_columns, block_out),)](
+        _tile_kernel[(cdiv(num_columns, block_out),)](
             *tensors,
             num_rows,
             num_columns,
@@ -94,7 +94,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nu
         )
     elif num_rows:
         block_out = _WIDE_BLOCK_OUT // (2 if gated else 1)
-        _wide_kernel[(triton.cdiv(num_columns, block_out),)](
+        _wide_kernel[(cdiv(num_columns, block_out),)](
             *tensors,
             num_columns,
             in_features,

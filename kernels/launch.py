@@ -15,6 +15,16 @@ import triton
 import triton.language as tl
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own takes 5 us on the host, a sixth of a launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, which is 1 or more; on the host, as ``cdiv``."""
+    return 1 << (n - 1).bit_length()
+
+
 @functools.cache
 def dependent() -> dict[str, bool]:
     """Launch arguments of a kernel whose last parameter is ``PDL: tl.constexpr``."""

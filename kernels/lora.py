@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv
+
 BLOCK_ROWS = (16, 64)  # rows of a tile: decode, prefill
 BLOCK_RANK = 16  # smallest side tl.dot takes; a rank of 4 pays for 16
 MAX_MODULES = 3
@@ -28,7 +30,7 @@ _BLOCK_OUT = {16: 256, 64: 128}
 
 def shrink_splits(num_rows: int, in_features: int, block_m: int) -> int:
     """Split-K parts of the shrink of a batch, a power of two: 8 for 64 decode rows of 4096, 1 for thousands of rows."""
-    tiles = max(1, triton.cdiv(num_rows, block_m))
+    tiles = max(1, cdiv(num_rows, block_m))
     most = max(1, min(MAX_SPLITS, in_features // MIN_SPLIT, SPLIT_TILES // tiles))
     return 1 << (most.bit_length() - 1)
 
@@ -82,7 +84,7 @@ def lora_shrink(
     if num_rows == 0 or tiles.shape[0] == 0:
         return out
     num_splits, block_in = out.shape[0], _BLOCK_IN[block_m]
-    rank_blocks = triton.cdiv(max_rank, BLOCK_RANK)
+    rank_blocks = cdiv(max_rank, BLOCK_RANK)
     _shrink_kernel[(tiles.shape[0], num_modules * rank_blocks, num_splits)](
         x,
         a,
@@ -90,7 +92,7 @@ def lora_shrink(
         tiles,
         out,
         in_features,
-        triton.cdiv(in_features, num_splits * block_in) * block_in,
+        cdiv(in_features, num_splits * block_in) * block_in,
         x.stride(0),
         a.stride(0),
         a.stride(1),
@@ -146,7 +148,7 @@ def lora_expand(
         return y
     ends = [*columns[1:], columns[-1], columns[-1]]  # modules that do not exist have no columns
     block_out = _BLOCK_OUT[block_m]
-    blocks = sum(triton.cdiv(end - start, block_out) for start, end in itertools.pairwise(columns))
+    blocks = sum(cdiv(end - start, block_out) for start, end in itertools.pairwise(columns))
     _expand_kernel[(tiles.shape[0], blocks)](
         shrunk,
         b,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv, next_power_of_2
 from fineinfer.kernels.lora import BLOCK_RANK, BLOCK_ROWS, RowExpansion, check_expansion, check_modules, sum_splits
 from fineinfer.kernels.norm import MAX_HIDDEN
 
@@ -135,7 +136,7 @@ def silu_and_mul_lora(
     if num_rows == 0 or tiles.shape[0] == 0:
         return out
     block_out = _BLOCK_OUT[block_m]
-    _silu_and_mul_lora_kernel[(tiles.shape[0], triton.cdiv(intermediate, block_out))](
+    _silu_and_mul_lora_kernel[(tiles.shape[0], cdiv(intermediate, block_out))](
         gate_up,
         out,
         shrunk,
@@ -167,7 +168,7 @@ def _row_block(hidden: int, item_bytes: int) -> tuple[int, int, int]:
     A thread holds 8 values of a row (one 16-byte load of a half type) until there are 16 warps, then more. At first two
     groups of 128 bytes of B a thread are under way: rank 16 of a half type, in 128 registers without a spill.
     """
-    block = max(256, triton.next_power_of_2(hidden))
+    block = max(256, next_power_of_2(hidden))
     num_warps = min(16, block // 256)
     return block, max(1, 128 * 32 * num_warps // (block * item_bytes)), num_warps
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
+from fineinfer.kernels.launch import dependent, follow, next_power_of_2
 
 MAX_HIDDEN = 16384  # a row is held in registers: 32 values for each of 512 threads
 
@@ -127,5 +127,5 @@ def row_block(hidden: int) -> tuple[int, int]:
 
     A value held by two threads could be read by the second after the first has written the sum over it.
     """
-    block = max(128, triton.next_power_of_2(hidden))
+    block = max(128, next_power_of_2(hidden))
     return block, min(16, max(1, block // 512))

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv, next_power_of_2
+
 MAX_HEAD_DIM = 256
 # Pairs (x[i], x[i + head_dim / 2]) of a program; with 2 warps 8 a thread. Never fewer than threads: a value held by two
 # threads could be read by the second after the first has written the rotated one over it.
@@ -160,11 +162,11 @@ def _launch(
         raise ValueError("qkv must be contiguous")
     if num_tokens == 0:
         return
-    half_block = triton.next_power_of_2(head_dim // 2)
+    half_block = next_power_of_2(head_dim // 2)
     group = _PAIRS // half_block
     written = all_heads if v is not None else q.shape[1] + k.shape[1]
     v_stride = 0 if v is None else v.stride(0)
-    _rope_kernel[(num_tokens, triton.cdiv(written, group))](
+    _rope_kernel[(num_tokens, cdiv(written, group))](
         q, k, v, out, cos, sin, *norms, q.stride(0), k.stride(0), v_stride,
         q.shape[1], k.shape[1], head_dim, group, half_block, num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import dependent, follow
+from fineinfer.kernels.launch import cdiv, dependent, follow, next_power_of_2
 
 MAX_HEAD_DIM = 256
 # Pairs (x[i], x[i + head_dim / 2]) of a program; with 2 warps 8 a thread, 16-byte loads. Never fewer than threads: a
@@ -135,10 +135,10 @@ def rope_and_store(
             raise ValueError(f"head norm {list(norm.shape)} {norm.dtype}, expected [{head_dim}] {qkv.dtype}")
     if num_tokens == 0:
         return
-    half_block = triton.next_power_of_2(head_dim // 2)
+    half_block = next_power_of_2(head_dim // 2)
     group = _PAIRS // half_block  # heads of a program, any kind: 8 of 128, so 6 programs for one row of 48
     slot_stride, part_stride, head_stride, _ = pool_layer.stride()
-    _rope_store_kernel[(num_tokens, triton.cdiv(all_heads, group))](
+    _rope_store_kernel[(num_tokens, cdiv(all_heads, group))](
         qkv, cos, sin, slots, pool_layer, q_norm, k_norm, eps, slot_stride, part_stride, head_stride,
         num_heads, num_kv_heads, head_dim, group, half_block, num_warps=_NUM_WARPS, **dependent(),
     )  # fmt: skip

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv, next_power_of_2
+
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SPLIT = 4096  # logits read at once; a program of the split argmax reads no more, so 128k of them keep 32 busy
 POSITIONS = 32  # tokens that a program of the penalties owns
@@ -249,7 +251,7 @@ def _add_at_kernel(logits, row_stride, row_index, token_ids, values, num_entries
 
 def num_splits(vocab_size: int) -> int:
     """Columns of ``argmax``'s workspace."""
-    return triton.cdiv(vocab_size, SPLIT)
+    return cdiv(vocab_size, SPLIT)
 
 
 def argmax(
@@ -275,9 +277,9 @@ def argmax(
         raise ValueError(f"workspace must be int64 [{num_rows}, {splits}], not {workspace.dtype} {workspace.shape}")
     if num_rows == 0:
         return
-    block = min(SPLIT, triton.next_power_of_2(vocab))
+    block = min(SPLIT, next_power_of_2(vocab))
     _argmax_split_kernel[(num_rows, splits)](logits, logits.stride(0), vocab, workspace, splits, block)
-    _argmax_join_kernel[(num_rows,)](workspace, splits, token_out, ok_out, triton.next_power_of_2(splits), num_warps=1)
+    _argmax_join_kernel[(num_rows,)](workspace, splits, token_out, ok_out, next_power_of_2(splits), num_warps=1)
 
 
 def sample(
@@ -314,7 +316,7 @@ def sample(
     _check_vectors(num_rows, temperature, top_p, min_p, uniform, dtype=torch.float32)
     if num_rows == 0:
         return
-    block = min(SPLIT, triton.next_power_of_2(vocab))
+    block = min(SPLIT, next_power_of_2(vocab))
     parameters = (temperature, top_k, top_p, min_p, uniform)
     warps = 16 if block == SPLIT else 4
     _sample_kernel[(num_rows,)](logits, logits.stride(0), vocab, *parameters, token_out, ok_out, block, num_warps=warps)
@@ -356,7 +358,7 @@ def penalize(
     if num_rows == 0 or tokens.shape[1] == 0:
         return
     parameters = (rows, prompt_lens, total_lens, repetition, presence, frequency)
-    _penalize_kernel[(num_rows, triton.cdiv(tokens.shape[1], POSITIONS))](
+    _penalize_kernel[(num_rows, cdiv(tokens.shape[1], POSITIONS))](
         logits, logits.stride(0), tokens, tokens.stride(0), *parameters, POSITIONS, TILE
     )
 
@@ -379,7 +381,7 @@ def add_at(logits: torch.Tensor, row_index: torch.Tensor, token_ids: torch.Tenso
     _check_vectors(num_entries, values, dtype=torch.float32)
     if num_entries == 0:
         return
-    _add_at_kernel[(triton.cdiv(num_entries, ENTRIES),)](
+    _add_at_kernel[(cdiv(num_entries, ENTRIES),)](
         logits, logits.stride(0), row_index, token_ids, values, num_entries, ENTRIES
     )
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv, next_power_of_2
+
 _TILE = 2048  # values of a program, 16 a thread: a slot of 8 key heads of 128 is one program
 _NUM_WARPS = 4
 
@@ -58,10 +60,10 @@ def move_slots(pool_layer: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -
         raise ValueError(f"src {src.dtype} and dst {dst.dtype} must be int32 or int64")
     if src.shape[0] == 0:
         return
-    dim_block = triton.next_power_of_2(head_dim)
-    group = min(max(1, _TILE // dim_block), triton.next_power_of_2(2 * num_kv_heads))
+    dim_block = next_power_of_2(head_dim)
+    group = min(max(1, _TILE // dim_block), next_power_of_2(2 * num_kv_heads))
     slot_stride, part_stride, head_stride, _ = pool_layer.stride()
-    _move_slots_kernel[(src.shape[0], triton.cdiv(2 * num_kv_heads, group))](
+    _move_slots_kernel[(src.shape[0], cdiv(2 * num_kv_heads, group))](
         pool_layer, src, dst, slot_stride, part_stride, head_stride,
         num_kv_heads, head_dim, group, dim_block, num_warps=_NUM_WARPS,
     )  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fineinfer.kernels.launch import cdiv
+
 BLOCK = 128
 
 
@@ -34,7 +36,7 @@ def enter_rows(
         raise ValueError("slot table and token table must be laid out alike")
     num_tokens = fields.shape[1]
     if num_tokens:
-        _enter_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+        _enter_kernel[(cdiv(num_tokens, BLOCK),)](
             fields, fields.stride(0), slot_table, token_table, slot_table.stride(0), ids, num_tokens, BLOCK=BLOCK
         )
     return ids
@@ -53,7 +55,7 @@ def enter_tokens(
     """
     num_samples = tokens.shape[0]
     if num_samples:
-        _enter_tokens_kernel[(triton.cdiv(num_samples, BLOCK),)](
+        _enter_tokens_kernel[(cdiv(num_samples, BLOCK),)](
             tokens,
             sample_rows,
             fields,
