@@ -216,6 +216,11 @@ class Inbox:
         """Sleep until a message arrives, at most ``timeout_s``."""
         self._router.poll(int(timeout_s * 1000))
 
+    @property
+    def has_mail(self) -> bool:
+        """Whether a message waits."""
+        return self._router.poll(0)
+
     def drain(self) -> list[tuple[bytes, ToEngine]]:
         """Handle all request traffic; return the messages that concern jobs, adapters, memory or the process."""
         others: list[tuple[bytes, ToEngine]] = []

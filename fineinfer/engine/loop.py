@@ -158,12 +158,17 @@ class EngineLoop:
             self.parts.scheduler.launched(chunk)
 
     def _train_until_done(self, step: Launched) -> None:
-        """Keep training's stream busy while the device runs a step; one unit at least, however short that is."""
+        """Keep training's stream busy while the device runs a step; one unit at least, however short that is.
+
+        No more once somebody writes: a prompt's step should find few units on their way.
+        """
+        goes_on = True
         while True:
-            fed = self.parts.training.feed()
+            fed = goes_on and self.parts.training.feed()
             self.parts.counters.training_units += fed
             if step.is_done:
                 return
+            goes_on = goes_on and not self.parts.inbox.has_mail
             if not fed:
                 time.sleep(POLL_S)
 

@@ -106,6 +106,37 @@ def test_units_run_while_a_step_does_and_neither_shows_in_the_other(
     assert {"prefill_beside", "decode_beside", "forward_beside", "backward_beside"} <= kinds, kinds
 
 
+def test_no_unit_is_launched_while_a_prompt_waits_for_the_step_s_end(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    polls = 0
+
+    def is_done(step: DeviceStep) -> bool:
+        nonlocal polls
+        polls += 1
+        return polls % 40 == 0
+
+    monkeypatch.setattr(DeviceStep, "is_done", property(is_done))
+    harness = make(slo_tpot_ms=1e6, slo_ttft_ms=1e6)
+    host, fed = harness.parts.training, []
+    host.start(write_job(tmp_path / "job"))
+    feed = host.feed
+
+    def counted() -> bool:
+        fed.append(polls)
+        if len(fed) == 3:
+            harness.add("second", [7, 8, 9], max_tokens=2)
+        return feed()
+
+    host.feed = counted
+    harness.add("first", [5, 6], max_tokens=2)
+    harness.loop.step()
+    assert polls == 40 and len(fed) == 3, "the step was waited for, without a unit after the letter came"
+    harness.run()
+    assert len(harness.tokens("second")) == 2 and len(fed) > 3
+
+
 def test_no_more_units_are_launched_than_the_bound_and_none_is_waited_for(
     make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
