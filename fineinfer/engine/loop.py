@@ -112,8 +112,9 @@ class EngineLoop:
         waits_for_training = wanted > 0 and not self.parts.ladder.make_room(wanted, trainer, now_s(), stuck)
         beside = bool(plan.chunks) and self.parts.training.can_run_beside
         if (plan.train and not beside) or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
-            worked = (self.parts.training.feed if beside else self.parts.training.run_unit)() or worked
+            trained = (self.parts.training.feed if beside else self.parts.training.run_unit)()
             self.parts.counters.training_units += 1
+            worked = worked or trained or bool(self.parts.scheduler.running)  # which waited for the unit
         self._finish_turn()
         return worked
 

@@ -90,6 +90,7 @@ class TrainingHost:
         self._reported_s = self.yielded_s = 0.0  # of what the job has used of the device; see EngineStats
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=RATE_UPDATES)  # (when, step, tokens) of updates
         self._last_unit_s: float | None = None
+        self._stood_back = False  # the last unit had to wait for memory: requests have the next turn
 
     # ------------------------------------------------------------ life of a job
 
@@ -203,8 +204,9 @@ class TrainingHost:
 
     def state(self, now_s: float) -> TrainingState:
         """What the scheduler needs to decide."""
-        trainer = self.trainer
-        if trainer is None or (not trainer.micro_batch_open and self._ladder.holding(now_s)):
+        trainer, stood_back = self.trainer, self._stood_back
+        self._stood_back = False
+        if trainer is None or stood_back or (not trainer.micro_batch_open and self._ladder.holding(now_s)):
             return TrainingState()
         ready = not trainer.parked or self._ladder.has_room_for(trainer)
         withheld = self._ladder.slots_withheld if trainer.parked else 0
@@ -262,8 +264,10 @@ class TrainingHost:
             return False
         try:
             if trainer.parked:
-                return self._ladder.unpark(trainer)
+                self._stood_back = not self._ladder.unpark(trainer)
+                return not self._stood_back
             if trainer.begins_micro_batch and not self._ladder.lease_micro_batch(trainer):
+                self._stood_back = True
                 return False
             self._timed_advance(trainer, beside)
             self._report(trainer)

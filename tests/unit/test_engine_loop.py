@@ -11,6 +11,7 @@ import torch
 from fineinfer.kernels import attention_decode
 from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV, SetBudget
 from fineinfer.runner.step_graphs import GraphKey, StepGraphs
+from fineinfer.scheduler.policy import Turn
 
 from .engine_harness import BYTES_PER_SLOT, Harness, publish
 from .training_job import write_job
@@ -291,6 +292,22 @@ def test_aborts_and_refusals_leave_nothing(make):
         "nobody": "model_not_found",
     }
     assert harness.reason("left") == "abort" and harness.reason("stays") == "length"
+
+
+def test_requests_go_on_at_once_while_a_unit_waits_for_memory(make, tmp_path, monkeypatch):
+    harness = make()
+    scheduler, training = harness.parts.scheduler, harness.parts.training
+    monkeypatch.setattr(harness.parts.ladder, "lease_micro_batch", lambda trainer: False)
+    monkeypatch.setattr(harness.parts.ladder, "holding", lambda now_s: False)
+    training.start(write_job(tmp_path / "job"))
+    harness.add("r", [5, 6, 7], max_tokens=3)
+    harness.loop.step()
+    assert scheduler.running
+    eager = lambda load: Turn(admit=True, train=load.training_ready, infer=not load.training_ready)  # noqa: E731
+    monkeypatch.setattr(scheduler, "_policy", eager)
+    worked = [harness.loop.step() for _ in range(12)]
+    assert all(worked[:4]) and not scheduler.running, "every second turn is theirs, and none is slept through"
+    assert not any(worked[4:]), "nobody runs: a unit that waits for memory is no work"
 
 
 def test_what_a_job_may_take_holds_while_it_is_there(make, tmp_path):
