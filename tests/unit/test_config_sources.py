@@ -25,7 +25,7 @@ def write(folder: Path, text: str) -> Path:
 def test_defaults() -> None:
     config = load_config()
     assert config.server.host == "127.0.0.1" and config.server.port == 8000
-    assert config.scheduler.policy == "deferred" and config.scheduler.deferral_bound_s == 1.0
+    assert config.scheduler.policy == "slo" and config.scheduler.deferral_bound_s == 1.0
     assert config.model.model is None and config.memory.memory_budget is None
     assert config.server.state_dir == Path.home() / ".fineinfer"
     assert config.hyperparameters() == {}
@@ -97,7 +97,7 @@ def test_unrelated_environment_is_ignored() -> None:
         ("port: [", "not valid YAML"),
         ("port: true", "expected a whole number"),
         ("port: 70000", "between 1 and 65535"),
-        ("policy: fastest", "expected one of deferred, inference-first, train-first"),
+        ("policy: fastest", "expected one of slo, deferred, inference-first, train-first"),
     ],
 )
 def test_bad_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:
