@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 from harness import write_rows
+from load import Scrape, wait_quiet
 
 from fineinfer.cli.local_server import local_server
 
@@ -183,17 +184,11 @@ class Soak:
                 await self._http.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")
             elif job["status"] == "failed":
                 self.wrong.append(f"job {job['id']} failed: {job['error']}")
-        deadline, left = time.monotonic() + QUIET_S, "?"
-        while left != "0 0" and time.monotonic() < deadline:
-            await asyncio.sleep(0.5)
-            metrics = dict(
-                line.rsplit(" ", 1)
-                for line in (await self._http.get("/metrics")).text.splitlines()
-                if line.startswith(("fineinfer:num_requests_running", "fineinfer:num_requests_waiting"))
-            )
-            left = " ".join(f"{float(value):g}" for value in metrics.values())
-        if left != "0 0":
-            self.wrong.append(f"requests running and waiting at the end: {left}")
+        await asyncio.to_thread(wait_quiet, str(self._http.base_url).rstrip("/"), QUIET_S)
+        values = Scrape((await self._http.get("/metrics")).text).values
+        left = {name: values[f"num_requests_{name}"] for name in ("running", "waiting")}
+        if any(left.values()):
+            self.wrong.append(f"requests at the end: {left}")
         for question in QUESTIONS:
             await self.ask(self.base, question, LONGEST, None)
 

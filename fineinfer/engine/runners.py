@@ -94,8 +94,7 @@ def prepare(parts: RunnerParts, runner: Runner) -> str | None:
     if parts.backend != "triton" or parts.device.type != "cuda":
         return None
     started_s = time.perf_counter()
-    _compile(parts, runner)  # what the dry run's sizes had no use for
-    _warm_up(parts, runner)
+    _warm_up(parts, runner)  # compiled before the dry run
     torch.cuda.synchronize(parts.device)
     said = f"kernels ready in {time.perf_counter() - started_s:.1f} s"
     if parts.enforce_eager:

@@ -116,17 +116,17 @@ class Scheduler:
         if turn.infer:
             self._fill(now_s, draft)
         self._asked = draft.slots_wanted > 0
-        if draft.chunks:
-            num_rows = sum(chunk.length for chunk in draft.chunks.values())
-            kind = "decode" if num_rows == len(draft.chunks) else "prefill"
-            self._last_step_s = self._latency.estimate(kind, num_rows)
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
         stuck = bool(self.waiting) and not draft.chunks and turn.admit and not self._asked
         train = turn.train or (stuck and training.ready)
         if train:
             self._last_unit_s = now_s
-        return StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
+        plan = StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
+        if plan.chunks:
+            kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
+            self._last_step_s = self._latency.estimate(kind, plan.num_rows)
+        return plan
 
     def _load(self, now_s: float, training: TrainingState) -> LoadState:
         """What the policy may look at."""
