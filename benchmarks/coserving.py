@@ -27,6 +27,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,11 +100,14 @@ class Bench:
     @contextmanager
     def server(self, policy: str, flags: list[str]) -> Iterator[Target]:
         """A running server that has answered a few requests."""
+        begin = time.monotonic()
         with local_server(*self.model, *flags) as server:
             server.wait_until_ready(READY_S, lambda line: None)
+            ready_s = time.monotonic() - begin
             target = Target.of(server.url, self.vocab_size - 1)
             asyncio.run(run_window(target, poisson(8.0, 2.0, [(64, 8)]), 2.0))
-            print(f"policy {policy}: ready", flush=True)
+            phases = [line for line in server.log_tail(100).splitlines() if "weights" in line and "dry run" in line]
+            print(f"policy {policy}: ready after {ready_s:.1f} s; {'; '.join(phases)}", flush=True)
             yield target
 
     def add(self, row: Row, policy: str, flags: list[str]) -> Row:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.launch import cdiv, dependent
+from fineinfer.kernels.linear import wide_linear
 
 MAX_ROWS = 16  # one tensor-core tile
 _BLOCK_OUT, _BLOCK_IN, _NUM_WARPS, _NUM_STAGES = 32, 256, 4, 4
@@ -24,13 +25,16 @@ _GATED_BLOCK_OUT, _GATED_NUM_WARPS, _GATED_NUM_STAGES = 32, 8, 3  # of gate and 
 _WIDE_BLOCK_OUT, _WIDE_BLOCK_IN, _WIDE_NUM_WARPS = 2, 2048, 4  # one row; gate and up have a row of each
 
 
-def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Linear map of at most ``MAX_ROWS`` rows.
 
     Args:
         x: [num_rows, in_features] fp16 or bf16, contiguous.
         weight: [out_features, in_features], contiguous, of the same dtype.
         bias: [out_features] or None.
+        out_dtype: fp32, or None for ``x``'s.
 
     Returns:
         [num_rows, out_features], accumulated in fp32 and rounded once.
@@ -38,7 +42,7 @@ def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     Raises:
         ValueError: Too many rows, or tensors that do not fit each other.
     """
-    return _launch(x, weight, bias, weight.shape[0])
+    return _launch(x, weight, bias, weight.shape[0], out_dtype)
 
 
 def few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,14 +71,25 @@ def device_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return few_rows_linear(x, weight, bias) if has_few_rows(x) else F.linear(x, weight, bias)
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_columns: int) -> torch.Tensor:
+def device_wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear.wide_linear``, by ``few_rows_linear`` where that is faster."""
+    return few_rows_linear(x, weight, bias, torch.float32) if has_few_rows(x) else wide_linear(x, weight, bias)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_columns: int,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Either map; it is gated when the output has half as many columns as the weight rows."""
     num_rows, in_features = x.shape
     gated = weight.shape[0] != num_columns
     fits = weight.shape == ((2 if gated else 1) * num_columns, in_features) and weight.dtype == x.dtype
     if num_rows > MAX_ROWS or not fits:
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype} by a weight {tuple(weight.shape)} of {weight.dtype}")
-    out = torch.empty(num_rows, num_columns, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, num_columns, dtype=out_dtype or x.dtype, device=x.device)
     tensors = x, weight, out if bias is None else bias, out
     if num_rows > 1:
         block_out = _GATED_BLOCK_OUT if gated else _BLOCK_OUT

@@ -41,6 +41,28 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
+def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``linear`` whose result is fp32 (fp64 stays), for sums that are added to or compared: half types round 20 to 1/8.
+
+    On a GPU the fp32 sums of the product are kept; on a CPU, which would have to widen the weight first, they are
+    rounded and widened.
+
+    Args:
+        x: [num_rows, in_features].
+        weight: [out_features, in_features], of the same dtype.
+        bias: [out_features] or None.
+
+    Returns:
+        [num_rows, out_features].
+    """
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return linear(x, weight, bias)
+    if x.device.type != "cuda":
+        return linear(x, weight, bias).float()
+    y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return y if bias is None else y.add_(bias)
+
+
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The head of a training step, without a graph: one library per machine, so that a resumed job repeats every bit.
 

@@ -124,14 +124,14 @@ def lora_expand(
 
     Args:
         shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
-        b: [num_slots, max_rank, out_features] in ``y``'s dtype; what is past an adapter's rank is not used.
+        b: [num_slots, max_rank, out_features]; what is past an adapter's rank is not used.
         scales: [num_slots, num_modules] fp32.
         ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
         tiles: [num_tiles, 3] int32 as for ``lora_shrink``.
         max_rank: Largest rank.
         block_m: Rows of a tile, one of ``BLOCK_ROWS``.
         columns: First output column of each module, then out_features.
-        y: [num_rows, out_features], rows may be strided; added to in fp32 and rounded once.
+        y: [num_rows, out_features] in ``b``'s dtype or fp32, rows may be strided; added to in fp32 and rounded once.
 
     Returns:
         ``y``.
@@ -180,7 +180,7 @@ class RowExpansion(NamedTuple):
 
     Attributes:
         shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
-        b: [num_slots, max_rank, out_features] in the output's dtype; what is past an adapter's rank is not used.
+        b: [num_slots, max_rank, out_features]; what is past an adapter's rank is not used.
         scales: [num_slots, num_modules] fp32.
         ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
         row_slots: [num_rows] int32, negative for a row without adapter.
@@ -226,7 +226,7 @@ def check_expansion(
         raise ValueError(f"scales {tuple(scales.shape)} {scales.dtype} must be contiguous fp32 {tuple(ranks.shape)}")
     if width != ranks.shape[1] * max_rank or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
         raise ValueError(f"shrunk {tuple(shrunk.shape)} {shrunk.dtype} does not fit rank {max_rank} in contiguous fp32")
-    if b.shape[1:] != (max_rank, y.shape[1]) or b.dtype != y.dtype or b.stride(2) != 1:
+    if b.shape[1:] != (max_rank, y.shape[1]) or y.dtype not in (b.dtype, torch.float32) or b.stride(2) != 1:
         raise ValueError(
             f"B {tuple(b.shape)} {b.dtype} does not fit rank {max_rank} and {y.shape[1]} {y.dtype} columns"
         )

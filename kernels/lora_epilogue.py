@@ -35,34 +35,37 @@ def add_rms_norm_lora(
     """``x += delta + scale * (shrunk @ B)`` in place, then the norm of the new ``x``; each row with its own adapter.
 
     Args:
-        x: [num_rows, hidden], the residual stream; rows may be strided.
-        delta: As ``x``, the base output of a block of one module; stays as it is.
-        weight: [hidden], in ``x``'s dtype.
+        x: [num_rows, hidden] in ``weight``'s dtype or fp32, the residual stream; rows may be strided.
+        delta: [num_rows, hidden] in ``weight``'s dtype or ``x``'s, the base output of a block of one module; stays as
+            it is.
+        weight: [hidden].
         eps: Added to the mean square.
         lora: The rows' adapters.
-        out: As ``x``, or None for a new tensor; may be ``delta`` itself, not ``x``.
+        out: [num_rows, hidden] in ``weight``'s dtype, or None for a new tensor; may be ``delta`` itself, not ``x``.
 
     Returns:
-        ``out``, [num_rows, hidden].
+        ``out``.
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit.
     """
     num_rows, hidden = x.shape
-    if delta.shape != x.shape or delta.dtype != x.dtype or x.stride(1) != 1:
+    if delta.shape != x.shape or delta.dtype not in (weight.dtype, x.dtype) or x.stride(1) != 1:
         raise ValueError(f"delta {list(delta.shape)} {delta.dtype} does not fit x {list(x.shape)} {x.dtype}")
-    if weight.shape != (hidden,) or weight.dtype != x.dtype or not weight.is_contiguous():
+    if weight.shape != (hidden,) or x.dtype not in (weight.dtype, torch.float32) or not weight.is_contiguous():
         raise ValueError(f"weight {list(weight.shape)} {weight.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if not 0 < hidden <= MAX_HIDDEN:
         raise ValueError(f"hidden is {hidden}, must be 1 to {MAX_HIDDEN}")
     lora.check(delta, 1)
+    if lora.b.dtype != weight.dtype:
+        raise ValueError(f"B is {lora.b.dtype}, the norm's weight {weight.dtype}")
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    elif out is x or out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1:
-        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {x.dtype}, or is x")
+        out = torch.empty((num_rows, hidden), dtype=weight.dtype, device=x.device)
+    elif out is x or out.shape != x.shape or out.dtype != weight.dtype or out.stride(1) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {weight.dtype}, or is x")
     if num_rows == 0:
         return out
-    block, group, num_warps = _row_block(hidden, x.element_size())
+    block, group, num_warps = _row_block(hidden, weight.element_size())
     _add_rms_norm_lora_kernel[(num_rows,)](
         x,
         delta,
@@ -209,6 +212,8 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     dtype = out.dtype.element_ty
+    stream_dtype = x.dtype.element_ty
+    delta_dtype = delta.dtype.element_ty
     stream = tl.load(x + row * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
     base = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
     factor = tl.load(weight + column, mask=inside, other=0.0)
@@ -238,12 +243,12 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
         b_block = tl.load(b_rows, mask=is_rank[:, None] & inside[None, :], other=0.0)
         acc += _weighted_sum(tl.load(parts + first, mask=is_rank[None, :], other=0.0), b_block, is_rank)
 
-    added = (base.to(tl.float32) + scale * acc).to(dtype)
-    rounded = (stream.to(tl.float32) + added.to(tl.float32)).to(dtype)
+    added = (base.to(tl.float32) + scale * acc).to(delta_dtype)
+    rounded = (stream.to(tl.float32) + added.to(tl.float32)).to(stream_dtype)
     tl.store(x + row * x_stride + column, rounded, mask=inside)
     wide = rounded.to(tl.float32)  # the norm is that of the stream as stored
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
-    normed = factor.to(tl.float32) * (wide * inverse).to(dtype).to(tl.float32)
+    normed = factor.to(tl.float32) * (wide * inverse).to(stream_dtype).to(tl.float32)
     tl.store(out + row * out_stride + column, normed.to(dtype), mask=inside)
 
 

@@ -1,7 +1,9 @@
 """Root-mean-square norm of token rows, alone or with the residual addition before it, one program per row.
 
 Twins: ``reference.rms_norm`` and ``reference.add_rms_norm``. Half types are normalised in fp32, rounded, then scaled
-in their own type, as transformers does; so the product with the weight is rounded a second time.
+in their own type, as transformers does; so the product with the weight is rounded a second time. A residual stream in
+fp32 under half weights is rounded once, when it has been normed and scaled: the stream itself loses nothing by the two
+additions of a layer.
 """
 
 from __future__ import annotations
@@ -34,15 +36,16 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     dtype = out_ptr.dtype.element_ty
+    stream_dtype = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0)
-        rounded = (wide + delta.to(tl.float32)).to(dtype)
+        rounded = (wide + delta.to(tl.float32)).to(stream_dtype)
         tl.store(x_ptr + row * x_stride + column, rounded, mask=inside)
         wide = rounded.to(tl.float32)  # the norm is that of the stream as stored
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = weight * (wide * inverse).to(dtype).to(tl.float32)
+    normed = weight * (wide * inverse).to(stream_dtype).to(tl.float32)
     tl.store(out_ptr + row * out_stride + column, normed.to(dtype), mask=inside)
 
 
@@ -50,13 +53,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     """Norm of each row, scaled.
 
     Args:
-        x: [num_tokens, hidden], rows may be strided.
-        weight: [hidden], in ``x``'s dtype.
+        x: [num_tokens, hidden] in ``weight``'s dtype or fp32, rows may be strided.
+        weight: [hidden].
         eps: Added to the mean square.
-        out: As ``x``, or None for a new tensor; may be ``x`` itself.
+        out: [num_tokens, hidden] in ``weight``'s dtype, or None for a new tensor; may be ``x`` itself.
 
     Returns:
-        ``out``, [num_tokens, hidden].
+        ``out``.
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit.
@@ -70,19 +73,19 @@ def add_rms_norm(
     """``x += delta`` in place, then the norm of the new ``x``.
 
     Args:
-        x: [num_tokens, hidden], the residual stream; rows may be strided.
-        delta: As ``x``.
-        weight: [hidden], in ``x``'s dtype.
+        x: [num_tokens, hidden] in ``weight``'s dtype or fp32, the residual stream; rows may be strided.
+        delta: [num_tokens, hidden] in ``weight``'s dtype or ``x``'s.
+        weight: [hidden].
         eps: Added to the mean square.
-        out: As ``x``, or None for a new tensor; may be ``delta`` itself, not ``x``.
+        out: [num_tokens, hidden] in ``weight``'s dtype, or None for a new tensor; may be ``delta`` itself, not ``x``.
 
     Returns:
-        ``out``, [num_tokens, hidden].
+        ``out``.
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit.
     """
-    if delta.shape != x.shape or delta.dtype != x.dtype or delta.stride(1) != 1:
+    if delta.shape != x.shape or delta.dtype not in (weight.dtype, x.dtype) or delta.stride(1) != 1:
         raise ValueError(f"delta {list(delta.shape)} {delta.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if out is x:
         raise ValueError("out must not be x, which receives the sum")
@@ -93,14 +96,15 @@ def _launch(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
 ) -> torch.Tensor:
     num_tokens, hidden = x.shape
-    if weight.shape != (hidden,) or weight.dtype != x.dtype or x.stride(1) != 1 or not weight.is_contiguous():
+    fits = weight.shape == (hidden,) and x.dtype in (weight.dtype, torch.float32)
+    if not fits or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"weight {list(weight.shape)} {weight.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if not 0 < hidden <= MAX_HIDDEN:
         raise ValueError(f"hidden is {hidden}, must be 1 to {MAX_HIDDEN}")
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    elif out.shape != x.shape or out.dtype != x.dtype or out.stride(1) != 1:
-        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} {x.dtype}")
+        out = torch.empty((num_tokens, hidden), dtype=weight.dtype, device=x.device)
+    elif out.shape != x.shape or out.dtype != weight.dtype or out.stride(1) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit x {list(x.shape)} and {weight.dtype}")
     if num_tokens == 0:
         return out
     block, num_warps = row_block(hidden)

@@ -21,7 +21,12 @@ Slots = slice | torch.Tensor
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension; half types are normalised in fp32, then scaled in their own."""
+    """Root-mean-square norm over the last dimension; half types are normalised in fp32, then scaled in their own.
+
+    An fp32 ``x`` under a half ``weight`` is rounded once, at the end, to the weight's type.
+    """
+    if x.dtype != weight.dtype:
+        return (weight.to(x.dtype) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))).to(weight.dtype)
     if x.dtype in (torch.float16, torch.bfloat16):
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

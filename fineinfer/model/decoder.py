@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import nn
 
-from fineinfer.kernels.linear import linear
+from fineinfer.kernels.linear import linear, wide_linear
 from fineinfer.kernels.reference import add_rms_norm, apply_rope, rms_norm, silu_and_mul
 from fineinfer.model.rope import Rope, Rows
 from fineinfer.model.spec import ModelSpec
@@ -116,6 +116,14 @@ class Decoder(nn.Module):
         """Embedding rows [num_tokens, hidden_size] of token ids [num_tokens]."""
         return F.embedding(ids, self.embed_tokens)
 
+    def stream(self, ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream of a forward without gradients, [num_tokens, hidden_size], at its begin.
+
+        fp32 where the weights are of a half type: rounding it at each of two additions a layer would be most of the
+        error of the logits.
+        """
+        return self.embed(ids).to(torch.promote_types(self.dtype, torch.float32))
+
     def layer(
         self, index: int, x: torch.Tensor, rows: Rows, project: Project = plain_project, attend: Attend | None = None
     ) -> torch.Tensor:
@@ -199,5 +207,5 @@ class Decoder(nn.Module):
         return rms_norm(x, self.norm, self.spec.rms_norm_eps)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] of rows [n, hidden_size], in the model's dtype."""
-        return linear(self.final_norm(x), self.head_weight, None)
+        """Logits [n, vocab_size] of rows [n, hidden_size], fp32 at least."""
+        return wide_linear(self.final_norm(x), self.head_weight)

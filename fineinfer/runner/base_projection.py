@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fineinfer.kernels import activation, norm
-from fineinfer.kernels.few_rows_linear import device_linear, few_rows_gated, has_few_rows
+from fineinfer.kernels.few_rows_linear import device_linear, device_wide_linear, few_rows_gated, has_few_rows
 from fineinfer.model.decoder import Decoder, Project
 
 
@@ -20,10 +20,10 @@ class BaseProjection:
         self._decoder = decoder
 
     def __call__(
-        self, _layer_index: int, _block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, _layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_rows, in] -> [num_rows, out] of one fused block."""
-        return device_linear(x, weight, bias)
+        """[num_rows, in] -> [num_rows, out] of one fused block, fp32 where it is added to the residual stream."""
+        return (device_wide_linear if block in ("o", "down") else device_linear)(x, weight, bias)
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -42,6 +42,6 @@ class BaseProjection:
         return delta
 
     def head(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] in the model's dtype of ``x + delta``, [n, hidden]; changes ``x``."""
+        """Logits [n, vocab_size], fp32 at least, of ``x + delta``, [n, hidden]; changes ``x``."""
         normed, _ = self.add_norm(x, delta, self._decoder.norm, self._decoder.spec.rms_norm_eps)
-        return device_linear(normed, self._decoder.head_weight)
+        return device_wide_linear(normed, self._decoder.head_weight)

@@ -324,7 +324,7 @@ class DeviceRunner:
                 attention_prefill.attention_prefill(q, pool, slot_table, tiles, out, window)
             return out
 
-        x = decoder.embed(ids)
+        x = decoder.stream(ids)
         delta: torch.Tensor | None = None
         ops = LayerOps(project.add_norm, project.gated)
         for layer in range(spec.num_layers) if layers is None else layers:

@@ -66,7 +66,7 @@ class ModelRunner:
             sampling = [chunk for chunk in batch.chunks if chunk.samples]
             sampled: dict[str, Choice] = {}
             if sampling:
-                logits = self._decoder.head(hidden.index_select(0, batch.sample_rows)).float()
+                logits = self._decoder.head(hidden.index_select(0, batch.sample_rows))
                 ids = [chunk.sequence.request_id for chunk in sampling]
                 sampled = dict(zip(ids, self._sampler.sample(logits, sampling), strict=True))
         results = []
@@ -103,7 +103,7 @@ class ModelRunner:
             self.progress += 1
             return out
 
-        hidden = decoder.embed(batch.ids)
+        hidden = decoder.stream(batch.ids)
         for layer in range(decoder.spec.num_layers):
             hidden = decoder.layer(layer, hidden, rows, project, attend)
         return hidden

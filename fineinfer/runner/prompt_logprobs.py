@@ -40,5 +40,5 @@ def collect_prompt_logprobs(decoder: Decoder, chunks: Iterable[Chunk], hidden: t
                 end = min(start + LOGIT_ROWS, stop)
                 rows = hidden[first + start - chunk.start : first + end - chunk.start]
                 targets = sequence.prompt[start + 1 : end + 1]
-                sequence.prompt_logprobs.extend(top_logprobs(decoder.head(rows).float(), targets, num_top))
+                sequence.prompt_logprobs.extend(top_logprobs(decoder.head(rows), targets, num_top))
         first += chunk.length

@@ -22,6 +22,9 @@ def test_equals_torch(out_features: int, in_features: int, kernel_device: torch.
                 tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
                 torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
                 assert ours.dtype == dtype and ours.shape == (num_rows, out_features)
+                wide = few_rows_linear(x, weight, added, torch.float32)
+                assert wide.dtype == torch.float32
+                torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5 * in_features**0.5)
 
 
 @pytest.mark.parametrize(("intermediate", "in_features"), [(16, 256), (100, 576), (33, 80)])

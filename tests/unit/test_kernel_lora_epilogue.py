@@ -144,6 +144,23 @@ def test_norm(
     assert torch.equal(delta, out) and torch.equal(again, x)
 
 
+@pytest.mark.parametrize("wide_delta", [False, True])
+def test_norm_of_an_fp32_stream(kernel_device: torch.device, dtype: torch.dtype, wide_delta: bool) -> None:
+    adapters = Adapters.random(MIXED, 10, [576], dtype, kernel_device)
+    x = strided(10, 576, torch.float32, kernel_device)
+    delta = strided(10, 576, torch.float32 if wide_delta else dtype, kernel_device)
+    weight, before = torch.randn(576, device=kernel_device).to(dtype), x.clone()
+    added = adapters.added_to(delta)
+    out = add_rms_norm_lora(x, delta, weight, EPS, adapters.by_row)
+    assert out.dtype == dtype and x.dtype == torch.float32
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(x - before, added.to(delta.dtype).float(), rtol=tolerance, atol=tolerance)
+    base = adapters.row_slots < 0
+    torch.testing.assert_close(x[base], (before + delta.float())[base], rtol=0, atol=0)  # no bit of the sum is lost
+    exact = reference.rms_norm(x.double(), weight.double(), EPS)
+    torch.testing.assert_close(out.double(), exact, rtol=max(0.51 * torch.finfo(dtype).eps, 1e-5), atol=1e-6)
+
+
 @pytest.mark.parametrize("splits", [1, 16])
 def test_norm_rounds_where_a_separate_expansion_does(
     kernel_device: torch.device, dtype: torch.dtype, splits: int

@@ -66,6 +66,29 @@ def test_halves_are_rounded_where_torch_rounds_them(dtype: torch.dtype, kernel_d
     assert (add_rms_norm(x, delta, weight, EPS) != expected).double().mean() < 0.01
 
 
+@pytest.mark.parametrize("wide_delta", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_fp32_stream_under_half_weights_is_rounded_once(
+    shape: tuple[int, int], wide_delta: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    if dtype == torch.float32:
+        pytest.skip("nothing to round")
+    x = strided(*shape, torch.float32, kernel_device) * 3
+    delta, weight = torch.randn(*shape, device=kernel_device), torch.randn(shape[1]).to(kernel_device, dtype)
+    delta = delta if wide_delta else delta.to(dtype)
+    normed, summed = reference.add_rms_norm(x, delta, weight, EPS)
+    assert normed.dtype == dtype and summed.dtype == torch.float32
+    exact = reference.rms_norm(x.double(), weight.double(), EPS)
+    plain, ours = rms_norm(x, weight, EPS), add_rms_norm(x, delta, weight, EPS)
+    assert plain.dtype == ours.dtype == dtype
+    torch.testing.assert_close(x, summed, rtol=0, atol=0)  # no bit of the sum is lost
+    half_ulp = 0.51 * torch.finfo(dtype).eps
+    torch.testing.assert_close(plain.double(), exact, rtol=half_ulp, atol=1e-6)
+    exact = reference.rms_norm(summed.double(), weight.double(), EPS)
+    for found in (ours, normed):
+        torch.testing.assert_close(found.double(), exact, rtol=half_ulp, atol=1e-6)
+
+
 def test_the_twin_has_gradients() -> None:
     x, delta, weight = (torch.randn(*shape, dtype=torch.float64).requires_grad_() for shape in ((3, 4), (3, 4), (4,)))
     assert torch.autograd.gradcheck(lambda *inputs: reference.add_rms_norm(*inputs, EPS), (x, delta, weight))
@@ -76,7 +99,9 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
     wide = torch.ones(1, MAX_HIDDEN + 1, device=kernel_device)
     calls = [
         lambda: rms_norm(x, weight[:7], EPS),
-        lambda: rms_norm(x, weight.half(), EPS),
+        lambda: rms_norm(x.half(), weight, EPS),
+        lambda: rms_norm(x, weight.half(), EPS, out=x),
+        lambda: add_rms_norm(x.half(), x, weight.half(), EPS),
         lambda: rms_norm(x.T, weight[:2], EPS),
         lambda: rms_norm(x, weight, EPS, out=x[:1]),
         lambda: rms_norm(x, weight, EPS, out=x.half()),

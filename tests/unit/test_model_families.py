@@ -51,11 +51,11 @@ ROPES = {
 TOLERANCE = 1e-5
 
 
-def whole_sequence_logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """Logits [num_tokens, vocab] of one sequence, as training computes them."""
+def whole_sequence_logits(decoder: Decoder, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits [num_tokens, vocab] of one sequence, as training computes them, or of the stream given."""
     length = len(ids)
     rows = decoder.rope.rows(torch.arange(length), torch.full((length,), length))
-    x = decoder.embed(ids)
+    x = decoder.embed(ids) if stream is None else stream
     for index, window in enumerate(decoder.spec.sliding_windows):
         x = decoder.layer(
             index, x, rows, attend=lambda _, q, k, v, window=window: attention_varlen(q, k, v, [0, length], window)
@@ -109,13 +109,27 @@ def test_other_dtypes(tiny_model, dtype: str) -> None:
     hf, folder = tiny_model("Qwen3")
     ids = random_ids(20)
     loaded = load_model(folder, dtype=dtype)
-    ours = whole_sequence_logits(loaded.decoder, ids)
-    assert ours.dtype == getattr(torch, dtype)
+    ours, own = whole_sequence_logits(loaded.decoder, ids), getattr(torch, dtype)
+    assert ours.dtype == torch.promote_types(own, torch.float32)
     with torch.no_grad():
         expected = hf(ids[None]).logits[0]
-        half = hf.to(ours.dtype)(ids[None]).logits[0].to(expected.dtype)
+        half = hf.to(own)(ids[None]).logits[0].to(expected.dtype)
     error = (half - expected).abs().max()  # transformers' own in this dtype
     assert (ours.to(expected.dtype) - expected).abs().max() < max(2 * error, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_fp32_stream_keeps_half_types_nearer_to_fp32(tiny_model, dtype: torch.dtype) -> None:
+    """Many layers, as serving runs them, against a stream that is rounded at each addition."""
+    _, folder = tiny_model("Llama", num_hidden_layers=24)
+    exact, half = (load_model(folder, dtype=name).decoder for name in ("float32", str(dtype).removeprefix("torch.")))
+    ids = random_ids(60)
+    assert half.stream(ids).dtype == exact.stream(ids).dtype == torch.float32
+    assert load_model(folder, dtype="float64").decoder.stream(ids).dtype == torch.float64
+    wanted = whole_sequence_logits(exact, ids)
+    rounded = (whole_sequence_logits(half, ids) - wanted).std()
+    kept = (whole_sequence_logits(half, ids, half.stream(ids)) - wanted).std()
+    assert kept < (0.75 if dtype == torch.bfloat16 else 0.85) * rounded
 
 
 class PoolSession:
