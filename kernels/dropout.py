@@ -10,19 +10,12 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.launch import cdiv, next_power_of_2
-from fineinfer.kernels.reference_training import HASH_STEPS, dropout_threshold
+from fineinfer.kernels.noise import mixed
+from fineinfer.kernels.reference_noise import HASH_STEPS
+from fineinfer.kernels.reference_training import dropout_threshold
 
 _BLOCK = 1024
 _FIRST, _SECOND = (tl.constexpr(factor) for factor in HASH_STEPS)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _mixed(bits: tl.tensor) -> tl.tensor:
-    bits ^= bits >> 16
-    bits *= _FIRST
-    bits ^= bits >> 15
-    bits *= _SECOND
-    return bits ^ (bits >> 16)
 
 
 @triton.jit(do_not_specialize=["salt", "threshold"])  # type: ignore[untyped-decorator]
@@ -42,7 +35,7 @@ def _dropout_kernel(
     column = (program % NUM_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     key = tl.load(keys_ptr + row + 0 * column, mask=inside, other=0)  # [BLOCK] int32, the same everywhere
-    bits = _mixed((key ^ salt).to(tl.uint32, bitcast=True)) ^ _mixed(column.to(tl.uint32, bitcast=True))
+    bits = mixed((key ^ salt).to(tl.uint32, bitcast=True)) ^ mixed(column.to(tl.uint32, bitcast=True))
     bits *= _FIRST
     bits ^= bits >> 15
     bits *= _SECOND

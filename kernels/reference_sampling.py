@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-LARGEST_UNIFORM = 1.0 - 2.0**-24  # largest fp32 below 1: a float64 one may have been rounded up to 1
+from fineinfer.kernels.reference_noise import exponential, token_hash
 
 
 def argmax(logits: torch.Tensor, token_out: torch.Tensor, ok_out: torch.Tensor) -> None:
@@ -24,7 +24,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
     token_out: torch.Tensor,
     ok_out: torch.Tensor,
 ) -> None:
@@ -33,7 +33,7 @@ def sample(
     for row, heat in enumerate(temperature.tolist()):
         if heat > 0.0 and ok_out[row]:
             weights = kept_weights(logits[row], heat, int(top_k[row]), float(top_p[row]), float(min_p[row]))
-            token_out[row] = _inverse_cdf(weights, float(uniform[row]))
+            token_out[row] = race(weights, *keys[row].tolist())
 
 
 def kept_weights(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -52,12 +52,14 @@ def kept_weights(logits: torch.Tensor, temperature: float, top_k: int, top_p: fl
     return weights
 
 
-def _inverse_cdf(weights: torch.Tensor, uniform: float) -> int:
-    """First token whose cumulative weight in vocabulary order exceeds ``uniform`` of the whole."""
-    cumulative = torch.cumsum(weights.double(), dim=0)
-    target = min(uniform, LARGEST_UNIFORM) * float(cumulative[-1])
-    hit = (cumulative > target) & (weights > 0)
-    return int(hit.int().argmax())
+def race(weights: torch.Tensor, word0: int, word1: int) -> int:
+    """The kept token of ``weights`` [V] that wins the race of a key; see ``sampling``."""
+    if 2 * int(torch.count_nonzero(weights)) < len(weights):
+        tokens = weights.nonzero()[:, 0].int()
+        weights = weights[tokens]
+    else:  # picking most of them would take longer than hashing all
+        tokens = torch.arange(len(weights), dtype=torch.int32, device=weights.device)
+    return int(tokens[(weights / exponential(token_hash(tokens, word0, word1))).argmax()])
 
 
 def penalize(

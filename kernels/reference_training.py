@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fineinfer.kernels import reference
+from fineinfer.kernels.reference_noise import HASH_STEPS, mixed, signed
 
 
 def add_rms_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -172,9 +173,6 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
     return losses[:, 0], correct[:, 0], gradient.to(logits.dtype)
 
 
-HASH_STEPS = (0x7FEB352D, 0x846CA68B)  # of Wellons' lowbias32, the 32-bit finaliser with the least bias known
-
-
 def dropout_threshold(rate: float) -> int:
     """Signed hashes below it are dropped: a share ``rate`` of all of them."""
     return min(round(rate * 2**32) - 2**31, 2**31 - 1)
@@ -193,24 +191,12 @@ def dropout(x: torch.Tensor, keys: torch.Tensor, salt: int, rate: float) -> torc
         rate: 0 to 1.
     """
     columns = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    bits = _mixed(keys ^ salt)[:, None] ^ _mixed(columns)
-    first, second = (_signed(factor) for factor in HASH_STEPS)
+    bits = mixed(keys ^ salt)[:, None] ^ mixed(columns)
+    first, second = (signed(factor) for factor in HASH_STEPS)
     bits.mul_(first)  # both keys are mixed already: what is left of the finaliser is enough
     bits ^= (bits >> 15).bitwise_and_(0x1FFFF)
     bits.mul_(second)
     return torch.where(bits >= dropout_threshold(rate), x, 0.0)
-
-
-def _mixed(bits: torch.Tensor) -> torch.Tensor:
-    """The finaliser, on int32 that stand for unsigned numbers: torch has no arithmetic for those."""
-    first, second = (_signed(factor) for factor in HASH_STEPS)
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * first
-    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * second
-    return bits ^ ((bits >> 16) & 0xFFFF)
-
-
-def _signed(factor: int) -> int:
-    return factor - 2**32 if factor >= 2**31 else factor
 
 
 def adamw(

@@ -3,7 +3,12 @@
 A draw never sorts its row. Thresholds (the k-th largest logit, the edge of the nucleus) are searched over integer keys
 that order like the fp32 logits: each pass over the row, which stays in L2, weighs the tokens above three pivots, so 16
 passes find any threshold exactly. Logits are compared before the temperature divides them; it changes no order.
-Uniform numbers come from the caller, so a row's token depends on nothing but its own logits and parameters.
+
+The draw itself is a race (the Gumbel-max trick, told by exponential numbers instead of their logarithms): each kept
+token arrives after a time that is exponential with the token's weight as rate, and the first is drawn. The times are
+hashes of the token and a key from the caller, so a row's token depends on nothing but its own logits and parameters,
+and on their rounding only where two tokens arrive together. Walking the cumulative mass to a random number instead
+ends, among tokens less likely than that rounding, at another one each time the row is computed in another batch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -15,6 +20,7 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.launch import cdiv, next_power_of_2
+from fineinfer.kernels.noise import exponential, token_hash
 
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SPLIT = 4096  # logits read at once; a program of the split argmax reads no more, so 128k of them keep 32 busy
@@ -24,7 +30,6 @@ ENTRIES = 256  # added values a program
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SCALE = tl.constexpr(1e30)  # keeps 0 * scale at 0 where the temperature is next to nothing
-_LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)  # largest fp32 below 1: a float64 one may have been rounded up to 1
 _MINUS_INF_KEY = tl.constexpr(-2139095041)
 _INF_KEY = tl.constexpr(2139095040)
 _NAN_KEY = tl.constexpr(2147483647)
@@ -111,7 +116,7 @@ def _threshold(row, vocab, low, high, limit, peak, scale, floor, COUNT: tl.const
 
 
 @triton.jit
-def _draw(row, vocab, peak, temperature, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr):
+def _draw(row, vocab, peak, temperature, top_k, top_p, min_p, word0, word1, BLOCK: tl.constexpr):
     """Token of a usable row at a temperature above 0."""
     scale = tl.minimum(_LOG2E / temperature, _MOST_SCALE)
     cut = tl.full((), _MINUS_INF_KEY, tl.int64)
@@ -125,36 +130,23 @@ def _draw(row, vocab, peak, temperature, top_k, top_p, min_p, uniform, BLOCK: tl
             kept += weight
         limit = top_p * tl.sum(kept, axis=0)
         cut = _threshold(row, vocab, cut, high, limit, peak, scale, min_p, False, BLOCK)
-    mass = tl.full((), 0.0, tl.float64)
+    best = tl.zeros([BLOCK], tl.float32)  # inverse arrival times: the earliest is the largest
+    where = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
         _, weight = _weights(row, start, vocab, cut.to(tl.int32), peak, scale, min_p, BLOCK)
-        mass += tl.sum(weight, axis=0).to(tl.float64)
-    target = tl.minimum(uniform, _LARGEST_UNIFORM).to(tl.float64) * mass
-    # the block in which the running sum passes the target, or else the last that keeps a token
-    running = tl.full((), 0.0, tl.float64)
-    before = tl.full((), 0.0, tl.float64)
-    block = tl.full((), 0, tl.int32)
-    for start in range(0, vocab, BLOCK):
-        _, weight = _weights(row, start, vocab, cut.to(tl.int32), peak, scale, min_p, BLOCK)
-        here = tl.sum(weight, axis=0).to(tl.float64)
-        moves = (running <= target) & (here > 0.0)
-        block = tl.where(moves, start, block)
-        before = tl.where(moves, running, before)
-        running += here
-    _, weight = _weights(row, block, vocab, cut.to(tl.int32), peak, scale, min_p, BLOCK)
-    index = block + tl.arange(0, BLOCK)
-    # only kept tokens may be hit: a parallel sum can step up, by rounding, where nothing was added
-    hit = (weight > 0.0) & (before + tl.cumsum(weight.to(tl.float64), axis=0) > target)
-    token = tl.min(tl.where(hit, index, _LAST_INDEX), axis=0)
-    last = tl.max(tl.where(weight > 0.0, index, 0), axis=0)
-    return tl.minimum(token, last)
+        if tl.max(weight, axis=0) > 0.0:
+            token = start + tl.arange(0, BLOCK)
+            speed = weight / exponential(token_hash(token, word0, word1))
+            where = tl.where(speed > best, token, where)
+            best = tl.maximum(best, speed)
+    return tl.min(tl.where(best == tl.max(best, axis=0), where, _LAST_INDEX), axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "uniform", "token_out", "ok_out"])
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "keys", "token_out", "ok_out"])
 def _sample_kernel(
-    logits, row_stride, vocab, temperature, top_k, top_p, min_p, uniform, token_out, ok_out, BLOCK: tl.constexpr
+    logits, row_stride, vocab, temperature, top_k, top_p, min_p, keys, token_out, ok_out, BLOCK: tl.constexpr
 ):
-    """One row of ``logits`` [S, V]; parameters and results are [S]."""
+    """One row of ``logits`` [S, V]; ``keys`` are [S, 2], other parameters and results [S]."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
     peak, first, ok = _peak(row, vocab, BLOCK)
@@ -162,7 +154,8 @@ def _sample_kernel(
     token = tl.where(ok != 0, first, 0)
     if (ok != 0) & (heat > 0.0):
         k, nucleus, floor = tl.load(top_k + index), tl.load(top_p + index), tl.load(min_p + index)
-        token = _draw(row, vocab, peak, heat, k, nucleus, floor, tl.load(uniform + index), BLOCK)
+        word0, word1 = tl.load(keys + 2 * index), tl.load(keys + 2 * index + 1)
+        token = _draw(row, vocab, peak, heat, k, nucleus, floor, word0, word1, BLOCK)
     tl.store(token_out + index, token)
     tl.store(ok_out + index, ok)
 
@@ -288,7 +281,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    uniform: torch.Tensor,
+    keys: torch.Tensor,
     token_out: torch.Tensor,
     ok_out: torch.Tensor,
 ) -> None:
@@ -296,7 +289,7 @@ def sample(
 
     ``top_k`` keeps the logits not below the k-th largest; of these ``min_p`` keeps what is at least ``min_p`` times as
     likely as the best; of these ``top_p`` keeps a token if those that are more likely hold at most ``top_p`` of the
-    mass. The draw is the first kept token in vocabulary order whose cumulative mass exceeds ``uniform`` of the whole.
+    mass. A kept token is drawn with its share of the mass, by a race that the row's key decides.
 
     Args:
         logits: [S, V] fp32, fp16 or bf16, only read; rows may be strided.
@@ -304,7 +297,7 @@ def sample(
         top_k: [S] int32; 0, or V and above, keeps all.
         top_p: [S] fp32; 1 keeps all.
         min_p: [S] fp32; 0 keeps all.
-        uniform: [S] fp32 in [0, 1].
+        keys: [S, 2] int32, contiguous: random bits. Rows of the same key and logits draw the same token.
         token_out: [S] int32, written; 0 for an unusable row.
         ok_out: [S] int32, written: 1 if the row has no NaN, no plus infinity and not only minus infinity.
 
@@ -313,11 +306,13 @@ def sample(
     """
     num_rows, vocab = _check_logits(logits, LOGIT_DTYPES)
     _check_vectors(num_rows, top_k, token_out, ok_out)
-    _check_vectors(num_rows, temperature, top_p, min_p, uniform, dtype=torch.float32)
+    _check_vectors(num_rows, temperature, top_p, min_p, dtype=torch.float32)
+    if keys.dtype != torch.int32 or keys.shape != (num_rows, 2) or not keys.is_contiguous():
+        raise ValueError(f"keys must be contiguous int32 [{num_rows}, 2], not {keys.dtype} {tuple(keys.shape)}")
     if num_rows == 0:
         return
     block = min(SPLIT, next_power_of_2(vocab))
-    parameters = (temperature, top_k, top_p, min_p, uniform)
+    parameters = (temperature, top_k, top_p, min_p, keys)
     warps = 16 if block == SPLIT else 4
     _sample_kernel[(num_rows,)](logits, logits.stride(0), vocab, *parameters, token_out, ok_out, block, num_warps=warps)
 

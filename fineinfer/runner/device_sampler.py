@@ -1,6 +1,6 @@
 """Samples on the device: nothing waits, the chosen ids go into the token table and, asynchronously, to the host.
 
-Semantics are those of ``Sampler``; token i of a request draws with number i of its seed's stream on either.
+Semantics are those of ``Sampler``; token i of a request is drawn by key i of its seed on either.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from fineinfer.kernels import sampling
 from fineinfer.messages import TokenLogprob
 from fineinfer.runner.device_batch import InputBuffer
-from fineinfer.runner.sampler import MASKED, SMALLEST_LOGPROB, Choice, uniforms
+from fineinfer.runner.sampler import MASKED, SMALLEST_LOGPROB, Choice, draw_keys
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.sequence import Sequence
 
-DRAWS_AHEAD = 64  # numbers of a seed's stream made at once: a generator costs more than its numbers
-NUM_PARAMETERS = 5  # of a row that is not greedy
+DRAWS_AHEAD = 64  # keys of a seed made at once: a generator costs more than its numbers
+NUM_PARAMETERS = 6  # of a row: temperature, top-p, min-p, top-k and the two words of a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class DeviceSampler:
         self._device = device
         self._parameters = InputBuffer(NUM_PARAMETERS * max_rows, device)
         self._workspace = torch.empty(max_rows, sampling.num_splits(vocab_size), dtype=torch.int64, device=device)
-        # first counter and numbers of each request that draws
+        # first counter and keys of each request that draws
         self._draws: WeakKeyDictionary[Sequence, tuple[int, np.ndarray]] = WeakKeyDictionary()
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
@@ -103,43 +103,42 @@ class DeviceSampler:
         if is_greedy:
             return self.greedy(logits)
         chosen = torch.empty(2, len(chunks), dtype=torch.int32, device=self._device)
-        temperature, top_k, top_p, min_p, draw = self._upload_rows([self._sampling_values(s) for s in sequences])
-        sampling.sample(logits, temperature, top_k.int(), top_p, min_p, draw, chosen[0], chosen[1])
+        temperature, top_k, top_p, min_p, keys = self._upload_parameters(sequences)
+        sampling.sample(logits, temperature, top_k, top_p, min_p, keys, chosen[0], chosen[1])
         return chosen
 
     def warm_up(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
         """Compile every kernel; ``logits`` [1, vocab_size] may hold anything."""
-        integers = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
-        floats = torch.ones(5, 1, dtype=torch.float32, device=self._device)
+        one = torch.ones(1, dtype=torch.float32, device=self._device)
+        none = torch.zeros(1, dtype=torch.int32, device=self._device)
+        keys = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
         chosen = torch.empty(2, 1, dtype=torch.int32, device=self._device)
         for dtype in (logits.dtype, torch.float32):
             sampling.argmax(logits.to(dtype), chosen[0], chosen[1], self._workspace)
-            sampling.sample(
-                logits.to(dtype), floats[0], integers[0], floats[1], floats[2], floats[3], chosen[0], chosen[1]
-            )
-        one, none = floats[0], integers[0]
+            sampling.sample(logits.to(dtype), one, none, one, one, keys, chosen[0], chosen[1])
         sampling.penalize(logits.float(), token_table, none, none, none, one, one, one)
         sampling.add_at(logits.float(), none, none, one)
 
-    def _sampling_values(self, sequence: Sequence) -> tuple[float, ...]:
-        params = sequence.sampling
-        if params.temperature == 0.0:
-            return 0.0, 0.0, 1.0, 0.0, 0.0
-        top_k = min(params.top_k, self._vocab_size)  # exact in fp32
-        return params.temperature, top_k, params.top_p, params.min_p, self._draw(sequence)
+    def _upload_parameters(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Temperatures, top-k, top-p and min-p [S] and keys [S, 2] on the device; a greedy row's are not looked at."""
+        count, params = len(sequences), [sequence.sampling for sequence in sequences]
+        reals = np.array([(item.temperature, item.top_p, item.min_p) for item in params], dtype=np.float32).T
+        top_k = np.array([min(item.top_k, self._vocab_size) for item in params], dtype=np.int32)
+        keys = np.zeros((count, 2), dtype=np.int32)
+        for row, item in enumerate(params):
+            if item.temperature > 0.0:
+                keys[row] = self._key(sequences[row])
+        sent = self._parameters.upload(reals, top_k, keys)
+        temperature, top_p, min_p = sent[: 3 * count].view(torch.float32).view(3, count)
+        return temperature, sent[3 * count : 4 * count], top_p, min_p, sent[4 * count :].view(count, 2)
 
-    def _draw(self, sequence: Sequence) -> float:
+    def _key(self, sequence: Sequence) -> np.ndarray:
         counter = sequence.num_generated
-        first, numbers = self._draws.get(sequence, (0, np.empty(0)))
-        if not first <= counter < first + len(numbers):
-            first, numbers = counter, uniforms(sequence.seed, counter, DRAWS_AHEAD)
-            self._draws[sequence] = first, numbers
-        return float(numbers[counter - first])
-
-    def _upload_rows(self, rows: list[tuple[float, ...]]) -> torch.Tensor:
-        """[S, n] numbers as an fp32 tensor [n, S] on the device."""
-        values = np.ascontiguousarray(np.array(rows, dtype=np.float32).T)
-        return self._parameters.upload(values).view(torch.float32).view(values.shape)
+        first, keys = self._draws.get(sequence, (0, np.empty((0, 2), dtype=np.int32)))
+        if not first <= counter < first + len(keys):
+            first, keys = counter, draw_keys(sequence.seed, counter, DRAWS_AHEAD)
+            self._draws[sequence] = first, keys
+        return keys[counter - first]
 
     def _adjust(self, logits: torch.Tensor, chunks: list[Chunk], token_table: torch.Tensor) -> torch.Tensor:
         """Penalties, biases and masked tokens, on an fp32 copy of the logits."""

@@ -1,7 +1,7 @@
 """Chooses tokens from logits: penalties, bias, temperature, top-k/top-p/min-p, seeded draws, log-probabilities.
 
-Randomness is counter based: token i of a request draws from Philox(seed, i), so a seeded request does not depend on
-what runs beside it, and a preempted one continues as if nothing had happened.
+Randomness is counter based: token i of a request is drawn by the key Philox(seed, i), hashed with each token's id. So a
+seeded request does not depend on what runs beside it, and a preempted one continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class Sampler:
         for row, sequence in zip(adjusted, sequences, strict=True):
             self._adjust(row[None], sequence)
         params = [sequence.sampling for sequence in sequences]
+        keys = np.concatenate([draw_keys(sequence.seed, len(sequence.output), 1) for sequence in sequences])
         token, ok = torch.empty((2, len(rows)), dtype=torch.int32, device=self._device)
         reference.sample(
             adjusted,
@@ -88,7 +89,7 @@ class Sampler:
             self._whole([min(item.top_k, self._vocab_size) for item in params]),
             self._real([item.top_p for item in params]),
             self._real([item.min_p for item in params]),
-            self._real([uniform(sequence.seed, len(sequence.output)) for sequence in sequences]),
+            torch.from_numpy(keys).to(self._device),
             token,
             ok,
         )
@@ -119,18 +120,13 @@ class Sampler:
         return torch.tensor(numbers, dtype=torch.float32, device=self._device)
 
 
-def uniform(seed: int, counter: int) -> float:
-    """The counter-th number in [0, 1) of a seed's stream, the same wherever and beside whatever it is drawn."""
-    return float(uniforms(seed, counter, 1)[0])
+def draw_keys(seed: int, first: int, count: int) -> np.ndarray:
+    """Keys [count, 2] int32 of a seed's draws ``first`` ..., the same wherever and beside whatever they are made.
 
-
-def uniforms(seed: int, first: int, count: int) -> np.ndarray:
-    """``uniform(seed, first)`` ... as [count] float64, in one call.
-
-    A step of the counter yields four numbers (Philox4x64), of which a stream takes the first.
+    A step of the counter yields four numbers of 64 bits (Philox4x64), of which a draw takes the first.
     """
-    generator = np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first))
-    return generator.random(4 * count)[::4]
+    numbers = np.random.Philox(key=seed % 2**64, counter=first).random_raw(4 * count)[::4]
+    return numbers.astype("<u8").view(np.int32).reshape(count, 2)
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:

@@ -174,13 +174,16 @@ def choices(_dtype: torch.dtype) -> Case:
         logits = 3 * randn(g, 6, 5000)
         logits[int(whole(g, 0, 6)), int(whole(g, 0, 5000))] = torch.nan
         temperature = torch.tensor([0.0, 0.7, 1.0, 1.5, 0.9, 1.1])[some(g, 6, 6).long()]
-        top_p, min_p, uniform = (torch.rand(6, generator=g) for _ in range(3))
-        return logits, temperature, whole(g, 0, 60, 6), (0.5 + top_p).clamp(max=1.0), min_p / 20, uniform
+        top_p, min_p = torch.rand(2, 6, generator=g)
+        keys = whole(g, -(2**31), 2**31, 6, 2)
+        return logits, temperature, whole(g, 0, 60, 6), (0.5 + top_p).clamp(max=1.0), min_p / 20, keys
 
     def apply(module: Any, logits: Tensor, temperature: Tensor, top_k: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        top_p, min_p, keys = rest
         results = torch.empty(4, 6, dtype=torch.int32, device=logits.device)
         module.argmax(logits, results[0], results[1])
-        module.sample(logits, temperature.float(), top_k, *(item.float() for item in rest), results[2], results[3])
+        reals = (top_p.float(), min_p.float())
+        module.sample(logits, temperature.float(), top_k, *reals, keys, results[2], results[3])
         return (results,)
 
     return Case(draw, partial(apply, sampling), partial(apply, reference_sampling))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
 from fineinfer.request import SamplingParams
 from fineinfer.runner import device_sampler
 from fineinfer.runner.device_sampler import DRAWS_AHEAD, DeviceSampler
-from fineinfer.runner.sampler import SMALLEST_LOGPROB, Choice, Sampler, uniform
+from fineinfer.runner.sampler import SMALLEST_LOGPROB, Choice, Sampler, draw_keys
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.sequence import Sequence
+
+from .test_kernel_noise import plain_hash
 
 VOCAB, EOS = 100, (2, 3)
 MAX_ROWS, MAX_LENGTH = 12, 24
@@ -229,15 +232,14 @@ def test_plain_greedy_rows_are_not_drawn_for(kernel_device: torch.device) -> Non
 
 
 def test_draws_made_ahead_are_those_of_the_stream(kernel_device: torch.device, monkeypatch) -> None:
-    """Flat logits: the token says which of a hundred equal parts of [0, 1) the number fell into."""
+    """Flat logits: the token is that of the smallest hash."""
     made_at: list[int] = []
-    original = device_sampler.uniforms
 
-    def uniforms(seed: int, first: int, count: int):
+    def counted(seed: int, first: int, count: int) -> np.ndarray:
         made_at.append(first)
-        return original(seed, first, count)
+        return draw_keys(seed, first, count)
 
-    monkeypatch.setattr(device_sampler, "uniforms", uniforms)
+    monkeypatch.setattr(device_sampler, "draw_keys", counted)
     sampler, item = sampler_on(kernel_device), sequence(77, [1], [], temperature=1.0)
     item.row = 0
     logits = torch.zeros(1, VOCAB, device=kernel_device)
@@ -247,8 +249,30 @@ def test_draws_made_ahead_are_those_of_the_stream(kernel_device: torch.device, m
         item.output = [0] * counter
         drawn = sampler.draw(logits, [Chunk(item, counter, 1, True)], table)
         assert drawn is not None
-        assert drawn[0].tolist() == [int(VOCAB * uniform(77, counter))], counter
+        key = draw_keys(77, counter, 1)[0].tolist()
+        assert drawn[0].tolist() == [min(range(VOCAB), key=lambda token, key=key: plain_hash(token, *key))], counter
     assert made_at == [0, DRAWS_AHEAD, 2 * DRAWS_AHEAD, 5]
+
+
+def test_parameters_arrive_bit_by_bit(kernel_device: torch.device, monkeypatch) -> None:
+    """Words of a key may have the bits of a NaN or of a denormal number, and a large top-k those of none in fp32."""
+    words = np.array([[0x7F800001, 1], [-1, -(2**31)]], dtype=np.int32)
+    monkeypatch.setattr(device_sampler, "draw_keys", lambda seed, first, count: words[seed : seed + 1])
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(device_sampler.sampling, "sample", lambda logits, *rest: given.extend(rest))
+    params: list[dict[str, object]] = [
+        {"temperature": 0.7, "top_p": 0.8, "min_p": 0.1, "top_k": 9},
+        {"temperature": 1.0, "top_k": 2**31 - 1},
+        GREEDY,
+    ]
+    items = [sequence(seed, [1], [], **own) for seed, own in enumerate(params)]
+    vocab = 2**24 + 1
+    logits = torch.zeros(3, 1, device=kernel_device)
+    DeviceSampler(vocab, EOS, MAX_ROWS, kernel_device).draw(logits, [newest(item) for item in items], logits)
+    temperature, top_k, top_p, min_p, keys = (item.cpu() for item in given[:5])
+    assert temperature.equal(torch.tensor([0.7, 1.0, 0.0])) and top_k.tolist() == [9, vocab, 0]
+    assert top_p.equal(torch.tensor([0.8, 1.0, 1.0])) and min_p.equal(torch.tensor([0.1, 0.0, 0.0]))
+    assert keys.dtype == torch.int32 and keys.tolist() == [*words.tolist(), [0, 0]]
 
 
 def test_two_requests_of_one_seed_draw_alike_and_of_another_do_not(kernel_device: torch.device) -> None:

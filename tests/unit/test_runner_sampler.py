@@ -17,9 +17,11 @@ from transformers import (
 )
 
 from fineinfer.request import InvalidRequestError, SamplingParams
-from fineinfer.runner.sampler import SMALLEST_LOGPROB, Sampler, top_logprobs, uniform, uniforms
+from fineinfer.runner.sampler import SMALLEST_LOGPROB, Sampler, draw_keys, top_logprobs
 from fineinfer.scheduler.plan import Chunk
 from fineinfer.scheduler.sequence import Sequence
+
+from .test_kernel_noise import plain_hash
 
 VOCAB = 64
 CPU = torch.device("cpu")
@@ -96,17 +98,20 @@ def test_a_seeded_request_does_not_depend_on_its_neighbours():
     alone = choose(rows[:1], sequence([1], [3, 4], temperature=1.0))
     others = [sequence([n], [n], temperature=1.0, top_p=0.5) for n in range(1, 6)]
     assert choose(rows, sequence([1], [3, 4], temperature=1.0), *others)[:1] == alone
-    draws = [uniform(9, n) for n in range(2000)]
-    assert len(set(draws)) == 2000 and abs(sum(draws) / 2000 - 0.5) < 0.03 and max(draws) < 1.0 <= 1 + min(draws)
+    keys = np.concatenate([draw_keys(9, n, 1) for n in range(2000)])
+    assert keys.shape == (2000, 2) and len({key.tobytes() for key in keys}) == 2000
+    shares = np.stack([(keys >> bit) & 1 for bit in range(32)]).mean(axis=1)  # of ones among each bit
+    assert (abs(shares - 0.5) < 0.06).all()  # 5 standard deviations
 
 
 @pytest.mark.parametrize("seed", [0, 9, -1, 2**64 - 1])
-def test_a_run_of_uniform_numbers_is_the_single_ones(seed):
+def test_a_run_of_keys_is_the_single_ones(seed):
     for first, count in [(0, 0), (0, 1), (3, 7), (2**33, 100)]:
-        single = [
-            np.random.Generator(np.random.Philox(key=seed % 2**64, counter=first + n)).random() for n in range(count)
-        ]
-        assert uniforms(seed, first, count).tolist() == single == [uniform(seed, first + n) for n in range(count)]
+        numbers = [int(np.random.Philox(key=seed % 2**64, counter=first + n).random_raw()) for n in range(count)]
+        keys = draw_keys(seed, first, count)
+        assert keys.dtype == np.int32 and keys.shape == (count, 2)
+        assert [(low % 2**32) + (high % 2**32) * 2**32 for low, high in keys.tolist()] == numbers
+        assert keys.tolist() == [draw_keys(seed, first + n, 1)[0].tolist() for n in range(count)]
 
 
 def test_masked_logits_are_usable_unless_all_are():
@@ -120,11 +125,12 @@ def test_masked_logits_are_usable_unless_all_are():
     assert [(choice.token_id, choice.failed) for choice in choices] == [(9, False), (9, False), (0, True), (0, True)]
 
 
-def test_draws_follow_the_order_of_the_vocabulary():
+def test_of_equal_logits_the_token_of_the_smallest_hash_is_drawn():
     logits = torch.zeros(1, VOCAB)
     for count in range(20):
         item = sequence([1], [3] * count, temperature=1.0)
-        assert choose(logits, item) == [int(uniform(item.seed, count) * VOCAB)]
+        key = draw_keys(item.seed, count, 1)[0].tolist()
+        assert choose(logits, item) == [min(range(VOCAB), key=lambda token, key=key: plain_hash(token, *key))]
 
 
 def test_non_finite_logits_fail_their_request_only():
