@@ -87,7 +87,7 @@ class DeviceSampler:
         """Choose a token for each row as its request asks.
 
         Args:
-            logits: [S, vocab_size] in the model's dtype.
+            logits: [S, vocab_size] fp32 or a half type.
             chunks: The S chunks whose last rows these are.
             token_table: [table_size, max_length] int32, tokens of each request by position.
 
@@ -108,16 +108,15 @@ class DeviceSampler:
         return chosen
 
     def warm_up(self, logits: torch.Tensor, token_table: torch.Tensor) -> None:
-        """Compile every kernel; ``logits`` [1, vocab_size] may hold anything."""
+        """Compile every kernel; ``logits`` [1, vocab_size] fp32 may hold anything."""
         one = torch.ones(1, dtype=torch.float32, device=self._device)
         none = torch.zeros(1, dtype=torch.int32, device=self._device)
         keys = torch.zeros(1, 2, dtype=torch.int32, device=self._device)
         chosen = torch.empty(2, 1, dtype=torch.int32, device=self._device)
-        for dtype in (logits.dtype, torch.float32):
-            sampling.argmax(logits.to(dtype), chosen[0], chosen[1], self._workspace)
-            sampling.sample(logits.to(dtype), one, none, one, one, keys, chosen[0], chosen[1])
-        sampling.penalize(logits.float(), token_table, none, none, none, one, one, one)
-        sampling.add_at(logits.float(), none, none, one)
+        sampling.argmax(logits, chosen[0], chosen[1], self._workspace)
+        sampling.sample(logits, one, none, one, one, keys, chosen[0], chosen[1])
+        sampling.penalize(logits, token_table, none, none, none, one, one, one)
+        sampling.add_at(logits, none, none, one)
 
     def _upload_parameters(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """Temperatures, top-k, top-p and min-p [S] and keys [S, 2] on the device; a greedy row's are not looked at."""
