@@ -26,7 +26,11 @@ _WIDE_BLOCK_OUT, _WIDE_BLOCK_IN, _WIDE_NUM_WARPS = 2, 2048, 4  # one row; gate a
 
 
 def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Linear map of at most ``MAX_ROWS`` rows.
 
@@ -35,6 +39,7 @@ def few_rows_linear(
         weight: [out_features, in_features], contiguous, of the same dtype.
         bias: [out_features] or None.
         out_dtype: fp32, or None for ``x``'s.
+        out: [num_rows, out_features], contiguous, which receives the result in its own dtype; None for a new tensor.
 
     Returns:
         [num_rows, out_features], accumulated in fp32 and rounded once.
@@ -42,7 +47,9 @@ def few_rows_linear(
     Raises:
         ValueError: Too many rows, or tensors that do not fit each other.
     """
-    return _launch(x, weight, bias, weight.shape[0], out_dtype)
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
+    return _launch(x, weight, bias, out)
 
 
 def few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -58,7 +65,8 @@ def few_rows_gated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: Too many rows, or tensors that do not fit each other.
     """
-    return _launch(x, weight, None, weight.shape[0] // 2)
+    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    return _launch(x, weight, None, out)
 
 
 def has_few_rows(x: torch.Tensor) -> bool:
@@ -71,25 +79,22 @@ def device_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return few_rows_linear(x, weight, bias) if has_few_rows(x) else F.linear(x, weight, bias)
 
 
-def device_wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``linear.wide_linear``, by ``few_rows_linear`` where that is faster."""
-    return few_rows_linear(x, weight, bias, torch.float32) if has_few_rows(x) else wide_linear(x, weight, bias)
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    num_columns: int,
-    out_dtype: torch.dtype | None = None,
+def device_wide_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """``linear.wide_linear``, by ``few_rows_linear`` where that is faster."""
+    if has_few_rows(x):
+        return few_rows_linear(x, weight, bias, torch.float32, out)
+    return wide_linear(x, weight, bias, out)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """Either map; it is gated when the output has half as many columns as the weight rows."""
-    num_rows, in_features = x.shape
+    (num_rows, in_features), num_columns = x.shape, out.shape[1]
     gated = weight.shape[0] != num_columns
     fits = weight.shape == ((2 if gated else 1) * num_columns, in_features) and weight.dtype == x.dtype
-    if num_rows > MAX_ROWS or not fits:
+    if num_rows > MAX_ROWS or not fits or out.shape[0] != num_rows or not out.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype} by a weight {tuple(weight.shape)} of {weight.dtype}")
-    out = torch.empty(num_rows, num_columns, dtype=out_dtype or x.dtype, device=x.device)
     tensors = x, weight, out if bias is None else bias, out
     if num_rows > 1:
         block_out = _GATED_BLOCK_OUT if gated else _BLOCK_OUT

@@ -41,7 +41,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def wide_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """``linear`` whose result is fp32 (fp64 stays), for sums that are added to or compared: half types round 20 to 1/8.
 
     On a GPU the fp32 sums of the product are kept; on a CPU, which would have to widen the weight first, they are
@@ -51,16 +53,17 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         x: [num_rows, in_features].
         weight: [out_features, in_features], of the same dtype.
         bias: [out_features] or None.
+        out: Receives the result, or None for a new tensor.
 
     Returns:
         [num_rows, out_features].
     """
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return linear(x, weight, bias)
-    if x.device.type != "cuda":
-        return linear(x, weight, bias).float()
-    y = torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return y if bias is None else y.add_(bias)
+    if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return y if bias is None else y.add_(bias)
+    y = linear(x, weight, bias)
+    y = y.to(torch.promote_types(y.dtype, torch.float32))
+    return y if out is None else out.copy_(y)
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class BaseProjection:
         """What the last layer adds, as it is; a projection with adapters has something to add here."""
         return delta
 
-    def head(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size], fp32 at least, of ``x + delta``, [n, hidden]; changes ``x``."""
+    def head(self, x: torch.Tensor, delta: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [n, vocab_size], fp32 at least, of ``x + delta``, [n, hidden], in ``out`` if given; changes ``x``."""
         normed, _ = self.add_norm(x, delta, self._decoder.norm, self._decoder.spec.rms_norm_eps)
-        return device_wide_linear(normed, self._decoder.head_weight)
+        return device_wide_linear(normed, self._decoder.head_weight, out=out)

@@ -25,6 +25,8 @@ def test_equals_torch(out_features: int, in_features: int, kernel_device: torch.
                 wide = few_rows_linear(x, weight, added, torch.float32)
                 assert wide.dtype == torch.float32
                 torch.testing.assert_close(wide.double(), expected, rtol=1e-5, atol=1e-5 * in_features**0.5)
+                given = torch.full_like(wide, float("nan"))
+                assert few_rows_linear(x, weight, added, out=given) is given and torch.equal(given, wide)
 
 
 @pytest.mark.parametrize(("intermediate", "in_features"), [(16, 256), (100, 576), (33, 80)])
@@ -42,6 +44,8 @@ def test_gated_equals_its_two_steps(intermediate: int, in_features: int, kernel_
 
 def test_refuses_what_it_cannot_serve(kernel_device: torch.device) -> None:
     x, weight = torch.zeros(2, 32, device=kernel_device).half(), torch.zeros(8, 32, device=kernel_device).half()
+    with pytest.raises(ValueError, match="by a weight"):
+        few_rows_linear(x, weight, out=x.new_empty(1, 8))
     for bad_x, bad_weight in ((x[:, :16], weight), (x, weight.float()), (x.repeat(9, 1), weight)):
         with pytest.raises(ValueError, match="by a weight"):
             few_rows_linear(bad_x, bad_weight)
