@@ -154,8 +154,7 @@ class DeviceRunner:
     def _capture(self, count: int | None) -> StepGraphs:
         with torch.inference_mode():
             size = (self._kv.table.max_rows, self._decoder.spec.vocab_size)
-            wide = torch.promote_types(self._decoder.dtype, torch.float32)
-            self._logits = torch.empty(size, dtype=wide, device=self._device)
+            self._logits = torch.empty(size, dtype=torch.float32, device=self._device)
             graphs = StepGraphs(self._enter_padding, self._captured_step, self._kv.table.max_rows, self._max_mixed_rows)
             graphs.capture(graphs.keys()[:count])
         return graphs
@@ -262,8 +261,7 @@ class DeviceRunner:
         """The step that is captured; the greedy tokens go into the token table, others may overwrite them there."""
         fields, sample_rows, tiles, adapted = self._captured_inputs(key)
         project = self._project(key.adapted, fields, adapted, SMALL_LORA_TILE, self._side)
-        num_decodes = min(key.num_rows, self._kv.table.max_rows)
-        x, delta = self._layers(fields, num_decodes, tiles if key.mixed else None, project)
+        x, delta = self._layers(fields, self._num_sample_rows(key), tiles if key.mixed else None, project)
         if key.mixed:
             rows = sample_rows.clamp_min(0)
             x, delta = x.index_select(0, rows), delta.index_select(0, rows)

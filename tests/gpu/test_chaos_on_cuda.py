@@ -22,7 +22,7 @@ JOB, NUM_ROWS = msgspec.structs.replace(SETTINGS, n_epochs=2, save_steps=5), 40
 
 
 class Disturbance:
-    """Does something to an engine before each of its turns.
+    """Does something to an engine before each of its turns, until that was enough.
 
     Args:
         harness: The engine.
@@ -38,6 +38,8 @@ class Disturbance:
 
     def __call__(self, _turn: int) -> None:
         self._count_stop()
+        if self.enough:
+            return
         trainer, ladder = self._parts.training.trainer, self._parts.ladder
         kind = self._rng.choice(("drop", "abort", "park", "shrink", "grow", "nothing"))
         if kind == "shrink":
@@ -51,12 +53,17 @@ class Disturbance:
         elif trainer is not None and not trainer.parked and not trainer.at_update_boundary:
             if kind == "drop":
                 self.events[kind] += trainer.drop_kept()[0] > 0
-            elif kind == "abort" and trainer.micro_batch_open:
+            elif kind == "abort" and trainer.micro_batch_open and self._rng.random() < 0.5:
                 trainer.abort_micro_batch()
                 self.events[kind] += 1
             elif kind == "park" and self._rng.random() < 0.2:
                 trainer.park()
                 self.events[kind] += 1
+
+    @property
+    def enough(self) -> bool:
+        """Whether ``NUM_EVENTS`` were forced."""
+        return sum(self.events.values()) >= NUM_EVENTS
 
     def _count_stop(self) -> None:
         """A turn of an update between its units in which none ran."""
@@ -97,7 +104,7 @@ def test_a_thousand_forced_moves_change_no_bit(embedded_model: Path, tmp_path_fa
     folder = tmp_path_factory.mktemp("busy")
     busy = make_engine(embedded_model, folder, policy="slo", slo_ttft_ms=1e6, slo_tpot_ms=50)
     disturb, host, num_jobs, num_answers = Disturbance(busy), busy.parts.training, 0, 0
-    while sum(disturb.events.values()) < NUM_EVENTS:
+    while not disturb.enough:
         told, job = Told(busy), write_job(folder / f"jobs{num_jobs}" / "busy", JOB, NUM_ROWS)
         host.start(job)
         while host.trainer is not None:
