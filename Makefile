@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Keeps the current folder off sys.path: an `import kernels` of some library must not find our kernels/.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help install demo serve check lint test test-gpu bench clean
+.PHONY: help install demo serve check lint test test-gpu test-memcheck bench clean
 
 help:
 	@echo "make install | demo | serve [ARGS='MODEL --port 9000'] | check | lint | test [ARGS='-k name'] | bench | clean"
@@ -43,6 +43,12 @@ test: install
 # The kernel tests of tests/unit too: on a GPU they run the compiled kernels instead of the interpreter.
 test-gpu: install
 	$(BIN)/pytest -m "gpu or not gpu" tests/gpu tests/unit/test_kernel_*.py $(ARGS)
+
+# The kernel tests under compute-sanitizer, which sees accesses that the allocator's cached blocks hide. Needs a GPU.
+test-memcheck: install
+	$(BIN)/pip install --quiet --no-deps nvidia-cuda-sanitizer-api
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(VENV)/lib/python3.*/site-packages/nvidia/cu*/bin/compute-sanitizer \
+		--tool memcheck --error-exitcode 1 $(BIN)/python -m pytest tests/unit/test_kernel_*.py $(ARGS)
 
 bench: install
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/cpu_throughput.py $(ARGS)
