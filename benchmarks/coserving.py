@@ -11,7 +11,8 @@ Everything after ``--`` goes to `fineinfer serve`. Without --model a shape with 
     policies  both at once: a server a policy, a window of --seconds a rate (P4, P5; with alone P7)
     trace     --trace-seconds of an Azure trace in real time: inference alone, then beside a job, policy slo
     peak      1,000 ShareGPT requests at once, without and with a job that has 2 % of the time (P6)
-    burst     requests whose peak takes --burst-gib that training holds: how soon the first one starts (P8)
+    burst     requests whose peak takes --burst-gib that training holds: how soon the first one starts (P8), and what
+              of the KV memory holds no token then (P10)
     plot      training against time per output token, from results/coserving.csv; needs matplotlib
 
 Arrivals are Poisson with ShareGPT lengths, the same for each policy. A job has rows of --row-tokens, --rows of them are
@@ -222,6 +223,9 @@ def engine_pieces(bench: Bench, pieces: set[str]) -> None:
         row = bench.add({"case": "burst"} | outcome.row, "slo", outcome.flags)
         moved = ("GiB moved, same run", round(float(str(row["moved_gib"])), 2))
         bench.add_target("P8", float(str(row["first_start_worst_ms"])), "ms", outcome.flags, moved)
+        held = ("slots of the pool times bytes of a token, part of the bytes held", "")
+        bench.add_target("P10-wasted", float(str(row["kv_wasted_tokens"])), "tokens", outcome.flags, ("", ""))
+        bench.add_target("P10-usable", float(str(row["kv_usable_percent"])), "percent", outcome.flags, held)
 
 
 def parse() -> argparse.Namespace:

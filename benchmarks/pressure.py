@@ -69,6 +69,7 @@ class Session:
         step: Finished updates of the job.
         first: By request, seconds until it was scheduled, and until its first token was here.
         open: Requests that have not ended.
+        tokens: By request, those of its prompt and those that it has had.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -77,6 +78,7 @@ class Session:
         self.step = 0
         self.first: dict[str, tuple[float, float]] = {}
         self.open: set[str] = set()
+        self.tokens: dict[str, int] = {}
         self._sent: dict[str, float] = {}
         self._stopping: set[str] = set()
 
@@ -90,6 +92,7 @@ class Session:
         for name, prompt in zip(names, prompts, strict=True):
             sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             self.open.add(name)
+            self.tokens[name] = len(prompt)
             self._sent[name] = now_s
             self.engine.send(AddRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=now_s))
 
@@ -128,6 +131,7 @@ class Session:
         elif isinstance(message, Outputs):
             for output in message.outputs:
                 name, now_s = output.request_id, time.monotonic()
+                self.tokens[name] += len(output.token_ids)
                 if output.token_ids and name not in self.first:
                     self.first[name] = (output.queue_s or 0.0, now_s - self._sent[name])
                 if output.finish_reason is not None:
@@ -200,6 +204,8 @@ class Rounds:
     first_token: list[float] = field(default_factory=list)
     all_started: list[float] = field(default_factory=list)
     moved_gib: list[float] = field(default_factory=list)
+    kv_wasted: list[int] = field(default_factory=list)
+    kv_usable: list[float] = field(default_factory=list)
 
 
 def burst(model: str | None, base: Sequence[str], args: argparse.Namespace) -> Outcome:
@@ -234,6 +240,8 @@ def run_bursts(session: Session, folder: Path, args: argparse.Namespace) -> Row:
         "all_started_worst_ms": max(rounds.all_started),
         "moved_gib": min(rounds.moved_gib),
         "activations_gib": held / GIB,
+        "kv_wasted_tokens": max(rounds.kv_wasted),
+        "kv_usable_percent": 100.0 * min(rounds.kv_usable),
         "dropped_layers": session.stats.kept_layers_dropped_total,
     }
 
@@ -277,6 +285,10 @@ def one_burst(session: Session, number: int, sizes: tuple[int, int, int], rounds
     rounds.all_started.append(max(starts))
     rounds.first_token.append(1e3 * min(session.first[name][1] for name in names))
     rounds.moved_gib.append((session.leased("kv") - before) / GIB)
+    # slots that hold no token of anybody; the statistics come after the tokens of the turns before
+    stats, token_bytes = session.stats, info.memory_plan["kv_max"] / session.stats.kv_slots_max
+    rounds.kv_wasted.append(max(0, stats.kv_slots_used - sum(session.tokens[name] for name in session.open)))
+    rounds.kv_usable.append(stats.kv_slots_now * token_bytes / session.leased("kv"))
     print(
         f"burst {number}: {count} requests beside {len(running)}, first start {min(starts):.1f} ms, last "
         f"{max(starts):.1f} ms, {rounds.moved_gib[-1]:.3f} GiB moved",

@@ -221,6 +221,7 @@ def test_bursts_take_what_training_holds_and_give_it_back(
     assert row["activations_gib"] * GIB > 900 * BYTES_PER_SLOT
     assert 0.0 < row["first_start_p50_ms"] <= row["first_start_worst_ms"] <= row["all_started_worst_ms"] < 5000
     assert row["first_token_worst_ms"] > row["first_start_p50_ms"]
+    assert row["kv_wasted_tokens"] == 0 and 97.0 <= row["kv_usable_percent"] <= 100.0
     harness.parts.ladder._kv.check_integrity()
     assert not harness.parts.desk.open
 
