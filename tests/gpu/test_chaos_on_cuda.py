@@ -74,7 +74,7 @@ class Disturbance:
 
 
 def make_engine(model: Path, folder: Path, **settings: object) -> Harness:
-    own = {"model": str(model), "load_format": "auto", "device": DEVICE, "memory_budget": 6 << 30, "max_num_seqs": 32}
+    own = {"model": str(model), "load_format": "auto", "device": DEVICE, "memory_budget": 3 << 30, "max_num_seqs": 16}
     own |= {"no_enable_prefix_caching": True, "max_model_len": 512, "dtype": "float32", "deterministic": True}
     return Harness(folder, **(own | settings))
 
