@@ -23,7 +23,7 @@ UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency 
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
 MAX_PACE = 0.97  # the rest is for what the engine does not see: a token's way to the client
-CREDIT_S = 2.0  # training beyond the minimum counts for so long
+CREDIT_S = 1.0  # training beyond the minimum counts for so long while there are requests
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_GAP = 2.0  # tokens' times between two tokens that units alone may fill, however early the requests are
 MAX_PROMPT_BESIDE = 256  # prompt tokens of a step with training beside it: more fill the device on their own
@@ -157,18 +157,21 @@ class SloPolicy:
     def _judge_share(self, load: LoadState) -> tuple[bool, bool]:
         """Whether training has had less than its minimum, and more than its maximum.
 
-        What it had beyond the minimum counts for ``CREDIT_S`` seconds to come, so a time of much training is not
-        followed by a long one of none. What it lacks is made up for, up to ``SHARE_WINDOW_S`` seconds' worth.
+        What it had beyond the minimum beside requests counts for ``CREDIT_S`` seconds to come (a unit at least), what it
+        had at idle for none, so a time of much training is not followed by a long one of none. What it lacks is made up
+        for, up to ``SHARE_WINDOW_S`` seconds' worth. The share aimed at is a little more than the minimum, for the
+        credit that may fall into any ``SHARE_WINDOW_S`` seconds.
         """
         share, most = self._share(load), min(self._targets.train_share_max, load.max_share)
-        least, (seen_s, trained_s) = (
-            min(self._targets.train_share_min, most),
-            self._seen or (load.now_s, load.trained_s),
-        )
+        least = min(self._targets.train_share_min * (1.0 + CREDIT_S / SHARE_WINDOW_S), most)
+        seen_s, trained_s = self._seen or (load.now_s, load.trained_s)
+        idle = load.num_running == 0 and load.oldest_wait_s is None
+        credit_s = 0.0 if idle else max(least * CREDIT_S, load.unit_s)
         owed_s = self._owed_s + least * (load.now_s - seen_s) - (load.trained_s - trained_s)
-        self._owed_s = min(max(owed_s, -least * CREDIT_S), least * SHARE_WINDOW_S)
+        self._owed_s = min(max(owed_s, -credit_s), least * SHARE_WINDOW_S)
         self._seen = load.now_s, load.trained_s
-        return self._owed_s > 0, share is not None and share > most
+        enough = share is not None and share > most
+        return self._owed_s > 0 and not enough, enough
 
     def _tpot_s(self, step_s: float) -> float:
         return max(1e-6, UNSET_FACTOR * step_s) if self._targets.tpot_s is None else self._targets.tpot_s
