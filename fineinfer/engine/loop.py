@@ -150,6 +150,8 @@ class EngineLoop:
                 self._train_until_done(self._in_flight[0].launched)
             self._collect()
             worked = True
+            if len(self._in_flight) > most:  # its tokens are not to wait for the step behind it
+                self.parts.outbox.flush()
         return worked
 
     def _launch(self, chunks: tuple[Chunk, ...], train: bool = False) -> None:

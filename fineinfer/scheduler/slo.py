@@ -8,7 +8,7 @@ target that is really spent, follows the observed 99th percentiles: additive inc
 Where training runs beside steps on a stream of its own, each running request has a clock: its next token is due a
 token's time after the one before was due. A step has training beside it if even so it ends before the first of these
 moments, and waits while another unit fits before it too. Steps with many prompt tokens fill the device on their own and
-run alone: sharing them would delay first tokens and win nothing.
+run alone: sharing them would delay first tokens and win nothing. If first tokens are late, so do steps with fewer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ CREDIT_S = 1.0  # training beyond the minimum counts for so long while there are
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_GAP = 2.0  # tokens' times between two tokens that units alone may fill, however early the requests are
 MAX_PROMPT_BESIDE = 256  # prompt tokens of a step with training beside it: more fill the device on their own
+PROMPT_STEP, MIN_PROMPT = 32, 64  # by which they become more again; fewer are none
+CALM = 0.9  # a 99th percentile below this part of its target leaves room for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +57,14 @@ class SloPolicy:
 
     Attributes:
         pace: Part of the targets that is spent now.
+        prompt_beside: Most prompt tokens of a step with training beside it now.
     """
 
     def __init__(self, targets: SloTargets) -> None:
         self._targets = targets
         self.pace = MAX_PACE
+        self.prompt_beside = MAX_PROMPT_BESIDE
+        self._runs_beside = False
         self._due_s = 0.0  # when the next tokens of the running requests are due
         self._last_inference_s: float | None = None
         self._step_took_s = self._trained_then_s = 0.0  # the last step, and training until it
@@ -72,6 +77,7 @@ class SloPolicy:
     def __call__(self, load: LoadState) -> Turn:
         """Decide one turn."""
         missing, enough = self._judge_share(load)
+        self._runs_beside = load.beside
         if load.beside and (load.num_running or load.oldest_wait_s is not None):
             return self._beside(load, missing, enough)
         if not load.training_ready:
@@ -104,14 +110,19 @@ class SloPolicy:
         if self._until_look > 0:
             return
         self._until_look = PACE_EVERY
-        worst = max(
-            _p99([ttft for ttft, _ in self._latencies]), _p99([tpot for _, tpot in self._latencies if tpot is not None])
-        )
-        if worst > 1.0:
-            self.pace = max(MIN_PACE, self.pace * max(PACE_DROP, 1.0 / worst))
-            self._latencies.clear()  # they happened at the old pace
+        first = _p99([ttft for ttft, _ in self._latencies])
+        token = _p99([tpot for _, tpot in self._latencies if tpot is not None])
+        if first > 1.0 and token <= 1.0 and self._runs_beside and self.prompt_beside:
+            # prompts alone are the cheaper way to earlier first tokens
+            self.prompt_beside = self.prompt_beside // 2 if self.prompt_beside >= 2 * MIN_PROMPT else 0
+        elif max(first, token) > 1.0:
+            self.pace = max(MIN_PACE, self.pace * max(PACE_DROP, 1.0 / max(first, token)))
         else:
             self.pace = min(MAX_PACE, self.pace + PACE_STEP)
+            if first < CALM:
+                self.prompt_beside = min(MAX_PROMPT_BESIDE, max(MIN_PROMPT, self.prompt_beside + PROMPT_STEP))
+            return
+        self._latencies.clear()  # they happened at the old pace
 
     def _beside(self, load: LoadState, missing: bool, enough: bool) -> Turn:
         """A step, with training beside it if it is in time even so; or, if nobody waits, first a unit alone."""
@@ -128,7 +139,7 @@ class SloPolicy:
                 return Turn(admit=True, train=True, infer=False)
         first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
         in_time = (load.oldest_wait_s or 0.0) + load.in_flight_s + load.prefill_beside_s <= first_s
-        fits = num_prompt <= MAX_PROMPT_BESIDE and free_s + load.step_beside_s <= due_s
+        fits = num_prompt <= self.prompt_beside and free_s + load.step_beside_s <= due_s
         self._last_inference_s = load.now_s
         return Turn(admit=True, train=load.training_ready and (missing or (not enough and fits and in_time)))
 
@@ -157,9 +168,9 @@ class SloPolicy:
     def _judge_share(self, load: LoadState) -> tuple[bool, bool]:
         """Whether training has had less than its minimum, and more than its maximum.
 
-        What it had beyond the minimum beside requests counts for ``CREDIT_S`` seconds to come (a unit at least), what it
-        had at idle for none, so a time of much training is not followed by a long one of none. What it lacks is made up
-        for, up to ``SHARE_WINDOW_S`` seconds' worth. The share aimed at is a little more than the minimum, for the
+        What it had beyond the minimum beside requests counts for ``CREDIT_S`` seconds to come (a unit at least), what
+        it had at idle for none, so a time of much training is not followed by a long one of none. What it lacks is made
+        up for, up to ``SHARE_WINDOW_S`` seconds' worth. The share aimed at is a little more than the minimum, for the
         credit that may fall into any ``SHARE_WINDOW_S`` seconds.
         """
         share, most = self._share(load), min(self._targets.train_share_max, load.max_share)

@@ -79,11 +79,7 @@ class Harness:
             each_turn(turn)
             if not self.loop.step():
                 self.parts.inbox.wait(0.01)
-            while self._socket.poll(0):
-                message = self._codec.decode(self._socket.recv_multipart()[-1])
-                if isinstance(message, Outputs):
-                    for output in message.outputs:
-                        self.outputs[output.request_id].append(output)
+            self.read()
             if all(items and items[-1].finish_reason for items in self.outputs.values()):
                 break
         for name, items in self.outputs.items():
@@ -91,6 +87,14 @@ class Harness:
         kv = self.parts.ladder._kv
         kv.check_integrity()
         assert kv.num_used == kv.num_cached and self.parts.adapters.num_pinned() == 0 and not self.parts.desk.open
+
+    def read(self) -> None:
+        """Take in what has come on the socket."""
+        while self._socket.poll(0):
+            message = self._codec.decode(self._socket.recv_multipart()[-1])
+            if isinstance(message, Outputs):
+                for output in message.outputs:
+                    self.outputs[output.request_id].append(output)
 
     def tokens(self, name: str) -> list[int]:
         return [token for output in self.outputs[name] for token in output.token_ids]

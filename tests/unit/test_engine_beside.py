@@ -137,6 +137,29 @@ def test_no_unit_is_launched_while_a_prompt_waits_for_the_step_s_end(
     assert len(harness.tokens("second")) == 2 and len(fed) > 3
 
 
+def test_a_first_token_does_not_wait_for_the_step_behind_its_own(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    harness, seen = make(slo_tpot_ms=1e6, slo_ttft_ms=1e6), []
+
+    def is_done(step: DeviceStep) -> bool:
+        harness.read()
+        seen.append(len(harness.tokens("a")))
+        return True
+
+    monkeypatch.setattr(DeviceStep, "is_done", property(is_done))
+    harness.parts.scheduler._policy.prompt_beside = 0  # the prompt runs alone
+    harness.parts.training.start(write_job(tmp_path / "job"))
+    harness.add("a", [5, 6, 7], max_tokens=3)
+    harness.loop.step()
+    assert len(harness.loop._in_flight) == 1 and not seen, "the step without training stays in flight"
+    harness.loop.step()
+    assert seen[0] == 1, "the first token was sent while the step behind it ran"
+    harness.run()
+    assert len(harness.tokens("a")) == 3
+
+
 def test_no_more_units_are_launched_than_the_bound_and_none_is_waited_for(
     make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,16 @@ from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.policy import LoadState, TokenClock
 from fineinfer.scheduler.scheduler import Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
-from fineinfer.scheduler.slo import CATCH_UP, MAX_PACE, MIN_PACE, LoadFree, SloPolicy, SloTargets, make_policy
+from fineinfer.scheduler.slo import (
+    CATCH_UP,
+    MAX_PACE,
+    MAX_PROMPT_BESIDE,
+    MIN_PACE,
+    LoadFree,
+    SloPolicy,
+    SloTargets,
+    make_policy,
+)
 
 UNIT_S = 2.0e-3  # an 8B layer over 2,048 rows on an H100
 UNITS = 400  # of an update
@@ -198,6 +207,27 @@ def test_the_pace_falls_while_targets_are_missed_and_recovers() -> None:
     for _ in range(64):
         policy.observe_request(0.5, None, free, trained_s=0.45)  # late by training; these have one token only
     assert policy.pace < MAX_PACE
+
+
+def test_late_first_tokens_take_training_from_beside_prompts_before_they_cost_pace() -> None:
+    policy, free = SloPolicy(SloTargets(ttft_s=0.1, tpot_s=20e-3)), LoadFree(7e-3, 20e-3)
+    policy(beside())
+    for _ in range(3 * 16):
+        policy.observe_request(0.12, 15e-3, free, trained_s=0.1)
+    assert policy.prompt_beside == 0 and policy.pace == MAX_PACE
+    assert not policy(beside(prefill_tokens=1, clocks=(TokenClock(9.999, 1),))).train
+    for _ in range(16):
+        policy.observe_request(0.12, 15e-3, free, trained_s=0.1)
+    assert policy.pace < MAX_PACE, "that was not enough"
+    for _ in range(16):
+        policy.observe_request(0.095, 15e-3, free)
+    assert policy.prompt_beside == 0, "in time, but barely"
+    for _ in range(256 + 16 * 10):
+        policy.observe_request(0.05, 15e-3, free)
+    assert policy.prompt_beside == MAX_PROMPT_BESIDE
+    for _ in range(16):
+        policy.observe_request(0.12, 25e-3, free, trained_s=0.1)
+    assert policy.pace < MAX_PACE and policy.prompt_beside == MAX_PROMPT_BESIDE, "tokens were late, too"
 
 
 def test_beside_steps_more_is_trained_within_the_same_targets() -> None:
