@@ -214,7 +214,8 @@ class DeviceProjection:
             raise RuntimeError(f"{block} of layer {layer_index}: the block before still lacks its adapters' part")
         stack, max_rank = self._stacks.block(layer_index, block), self._stacks.max_rank
         num_rows, in_features = x.shape
-        shape = (self._lora.shrink_splits(num_rows, in_features, self._block_m), num_rows, stack.a.shape[1])
+        splits = self._lora.shrink_splits(num_rows, in_features, stack.b.shape[2], self._block_m)
+        shape = (splits, num_rows, stack.a.shape[1])
         size = shape[0] * shape[1] * shape[2]
         if size > self._workspace.shape[0]:
             raise ValueError(f"{num_rows} rows need a workspace of {size} numbers, it has {self._workspace.shape[0]}")

@@ -40,3 +40,17 @@ def follow(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def announce(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel come; before ``settle`` only what no kernel of the chain writes may be read."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def settle(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until what the kernels before have written can be read; nothing may be written before."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

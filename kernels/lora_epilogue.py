@@ -11,17 +11,26 @@ import torch
 import triton
 import triton.language as tl
 
-from fineinfer.kernels.launch import cdiv, next_power_of_2
-from fineinfer.kernels.lora import BLOCK_RANK, BLOCK_ROWS, RowExpansion, check_expansion, check_modules, sum_splits
+from fineinfer.kernels.launch import announce, cdiv, dependent, next_power_of_2, settle
+from fineinfer.kernels.lora import (
+    BLOCK_RANK,
+    BLOCK_ROWS,
+    RowExpansion,
+    check_expansion,
+    check_modules,
+    sum_splits,
+    tile_programs,
+)
 from fineinfer.kernels.norm import MAX_HIDDEN
 
 # Each row of the norm reads all of its adapter's B (128 KB at rank 16 of 4096 columns). Above so many rows a separate
 # expansion, whose tiles share B, costs less; both are estimates from the bandwidths of L2 and memory of an H100.
 MAX_NORM_ROWS = 128
-# By rows of a tile, with 8 warps. A program is mostly latency: registers are limited so that 3 (2) instead of 2 (1) fit
-# on an SM, at the cost of 8 bytes spilled; the 56 blocks of each of 8 adapters are then little more than one wave.
-_BLOCK_OUT = {16: 256, 64: 128}
-_MAX_REGISTERS = {16: 80, 64: 128}
+BLOCK_OUT = 128
+# By rows of a tile. A program is mostly latency, so registers are limited: four of decode's programs fit on an SM.
+# With 80 registers six would, but what they spill costs 2 us of 9 (8 adapters, 64 rows, H200).
+_NUM_WARPS = {16: 4, 64: 8}
+_MAX_REGISTERS = 128
 
 
 def add_rms_norm_lora(
@@ -89,6 +98,7 @@ def add_rms_norm_lora(
         group,
         block,
         num_warps=num_warps,
+        **dependent(),
     )
     return out
 
@@ -138,8 +148,7 @@ def silu_and_mul_lora(
         raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit {list(gate_up.shape)} {gate_up.dtype}")
     if num_rows == 0 or tiles.shape[0] == 0:
         return out
-    block_out = _BLOCK_OUT[block_m]
-    _silu_and_mul_lora_kernel[(tiles.shape[0], cdiv(intermediate, block_out))](
+    _silu_and_mul_lora_kernel[(tile_programs(tiles.shape[0], block_m), cdiv(intermediate, BLOCK_OUT))](
         gate_up,
         out,
         shrunk,
@@ -147,6 +156,7 @@ def silu_and_mul_lora(
         scales,
         ranks,
         tiles,
+        tiles.shape[0],
         gate_up.stride(0),
         out.stride(0),
         num_rows * 2 * max_rank,
@@ -157,10 +167,11 @@ def silu_and_mul_lora(
         shrunk.shape[0],
         block_m,
         BLOCK_RANK,
-        block_out,
-        num_warps=8,
+        BLOCK_OUT,
+        num_warps=_NUM_WARPS[block_m],
         num_stages=2,
-        maxnreg=_MAX_REGISTERS[block_m],
+        maxnreg=_MAX_REGISTERS,
+        **dependent(),
     )
     return out
 
@@ -206,7 +217,9 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    announce(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slots + row).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -214,8 +227,6 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     dtype = out.dtype.element_ty
     stream_dtype = x.dtype.element_ty
     delta_dtype = delta.dtype.element_ty
-    stream = tl.load(x + row * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
-    base = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
     factor = tl.load(weight + column, mask=inside, other=0.0)
     rank = tl.load(ranks + slot, mask=slot >= 0, other=0)
     scale = tl.load(scales + slot, mask=slot >= 0, other=0.0)
@@ -229,12 +240,15 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     b_0 = tl.load(
         b_columns + index[:, None].to(tl.int64) * b_row_stride, mask=exists[:, None] & inside[None, :], other=0.0
     )
-    parts_0 = tl.load(parts, mask=exists[None, :], other=0.0)
     b_1 = tl.load(
         b_columns + second[:, None].to(tl.int64) * b_row_stride,
         mask=(second < rank)[:, None] & inside[None, :],
         other=0.0,
     )
+    settle(PDL)
+    stream = tl.load(x + row * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    base = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
+    parts_0 = tl.load(parts, mask=exists[None, :], other=0.0)
     parts_1 = tl.load(parts + GROUP, mask=(second < rank)[None, :], other=0.0)
     acc = _weighted_sum(parts_0, b_0, index < rank) + _weighted_sum(parts_1, b_1, second < rank)  # [BLOCK]
     for first in range(2 * GROUP, rank, GROUP):
@@ -252,7 +266,7 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + column, normed.to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tiles", "shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
     gate_up,
     out,
@@ -261,6 +275,7 @@ def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
     scales,
     ranks,
     tiles,
+    num_tiles,
     gate_up_stride,
     out_stride,
     shrunk_split_stride,
@@ -272,43 +287,63 @@ def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 3
-    first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-    if num_rows == 0:
-        return
-    # of no adapter: rank 0, and the sums below are empty
-    gate_rank = tl.load(ranks + slot * 2, mask=slot >= 0, other=0)
-    up_rank = tl.load(ranks + slot * 2 + 1, mask=slot >= 0, other=0)
-    gate_scale = tl.load(scales + slot * 2, mask=slot >= 0, other=0.0)
-    up_scale = tl.load(scales + slot * 2 + 1, mask=slot >= 0, other=0.0)
-    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
-    row = first_row + member
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_row, is_column = member < num_rows, column < INTERMEDIATE
-    is_place = is_row[:, None] & is_column[None, :]
-    places = gate_up + row[:, None] * gate_up_stride + column[None, :]
-    gate = tl.load(places, mask=is_place, other=0.0)  # [BLOCK_M, BLOCK_N]
-    up = tl.load(places + INTERMEDIATE, mask=is_place, other=0.0)
-
-    part = (shrunk + row * (2 * MAX_RANK))[:, None] + index[None, :]  # [BLOCK_M, BLOCK_R]
-    b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
-    gate_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, tl.maximum(gate_rank, up_rank), BLOCK_R):
-        # B, 7 MB of 8 adapters of rank 16, comes from memory: unlike in the expand kernel not before the ranks are
-        # known, since many adapters leave the MLP alone
-        in_gate, in_up = first + index < gate_rank, first + index < up_rank
-        b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
-        gate_b = tl.load(b_rows, mask=in_gate[:, None] & is_column[None, :], other=0.0)
-        up_b = tl.load(b_rows + INTERMEDIATE, mask=in_up[:, None] & is_column[None, :], other=0.0)
-        gate_sum = sum_splits(part + first, is_row[:, None] & in_gate[None, :], shrunk_split_stride, SPLITS)
-        up_sum = sum_splits(part + MAX_RANK + first, is_row[:, None] & in_up[None, :], shrunk_split_stride, SPLITS)
-        gate_acc = tl.dot(gate_sum.to(gate_b.dtype), gate_b, gate_acc, input_precision="ieee")
-        up_acc = tl.dot(up_sum.to(up_b.dtype), up_b, up_acc, input_precision="ieee")
-
+    announce(PDL)
     dtype = out.dtype.element_ty
-    gate_value = (gate.to(tl.float32) + gate_scale * gate_acc).to(dtype).to(tl.float32)
-    up_value = (up.to(tl.float32) + up_scale * up_acc).to(dtype).to(tl.float32)
-    activated = gate_value / (1.0 + tl.exp(-gate_value)) * up_value
-    tl.store(out + row[:, None] * out_stride + column[None, :], activated.to(dtype), mask=is_place)
+    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = column < INTERMEDIATE
+    for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile = tiles + i * 3
+        first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+        if num_rows > 0:
+            # of no adapter: rank 0, and the sums below are empty
+            gate_rank = tl.load(ranks + slot * 2, mask=slot >= 0, other=0)
+            up_rank = tl.load(ranks + slot * 2 + 1, mask=slot >= 0, other=0)
+            gate_scale = tl.load(scales + slot * 2, mask=slot >= 0, other=0.0)
+            up_scale = tl.load(scales + slot * 2 + 1, mask=slot >= 0, other=0.0)
+            row = first_row + member
+            is_row = member < num_rows
+            is_place = is_row[:, None] & is_column[None, :]
+            places = gate_up + row[:, None] * gate_up_stride + column[None, :]
+            part = (shrunk + row * (2 * MAX_RANK))[:, None] + index[None, :]  # [BLOCK_M, BLOCK_R]
+            b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
+            # B of the first ranks comes from memory while the product before still runs, and before the ranks are
+            # known: what is past them is dropped
+            exists = index < tl.where(slot >= 0, MAX_RANK, 0)
+            b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+            gate_b = tl.load(b_rows, mask=exists[:, None] & is_column[None, :], other=0.0)
+            up_b = tl.load(b_rows + INTERMEDIATE, mask=exists[:, None] & is_column[None, :], other=0.0)
+            settle(PDL)
+            gate = tl.load(places, mask=is_place, other=0.0)  # [BLOCK_M, BLOCK_N]
+            up = tl.load(places + INTERMEDIATE, mask=is_place, other=0.0)
+            gate_sum = sum_splits(part, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)
+            up_sum = sum_splits(part + MAX_RANK, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)
+            gate_acc = _product(gate_sum, gate_b, index < gate_rank)
+            up_acc = _product(up_sum, up_b, index < up_rank)
+            for first in range(BLOCK_R, tl.maximum(gate_rank, up_rank), BLOCK_R):
+                in_gate, in_up = first + index < gate_rank, first + index < up_rank
+                b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride
+                gate_b = tl.load(b_rows, mask=in_gate[:, None] & is_column[None, :], other=0.0)
+                up_b = tl.load(b_rows + INTERMEDIATE, mask=in_up[:, None] & is_column[None, :], other=0.0)
+                gate_sum = sum_splits(part + first, is_row[:, None] & in_gate[None, :], shrunk_split_stride, SPLITS)
+                up_sum = sum_splits(
+                    part + MAX_RANK + first, is_row[:, None] & in_up[None, :], shrunk_split_stride, SPLITS
+                )
+                gate_acc = tl.dot(gate_sum.to(gate_b.dtype), gate_b, gate_acc, input_precision="ieee")
+                up_acc = tl.dot(up_sum.to(up_b.dtype), up_b, up_acc, input_precision="ieee")
+
+            gate_value = (gate.to(tl.float32) + gate_scale * gate_acc).to(dtype).to(tl.float32)
+            up_value = (up.to(tl.float32) + up_scale * up_acc).to(dtype).to(tl.float32)
+            activated = gate_value / (1.0 + tl.exp(-gate_value)) * up_value
+            tl.store(out + row[:, None] * out_stride + column[None, :], activated.to(dtype), mask=is_place)
+    settle(PDL)  # all programs wait, also those without a tile: whoever follows relies on it
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _product(shrunk, b_block, is_rank):  # type: ignore[no-untyped-def]
+    """[BLOCK_M, BLOCK_N] of shrunk rows [BLOCK_M, BLOCK_R] and rows of B, what is past the rank dropped."""
+    b_block = tl.where(is_rank[:, None], b_block, 0.0)
+    shrunk = tl.where(is_rank[None, :], shrunk, 0.0)
+    return tl.dot(shrunk.to(b_block.dtype), b_block, input_precision="ieee")

@@ -225,15 +225,23 @@ def test_operands_that_do_not_fit_are_refused(kernel_device: torch.device) -> No
 
 
 def test_splits_fill_a_gpu_for_decode_and_stop_for_prefill() -> None:
-    assert shrink_splits(64, 4096, 16) == 8
-    assert shrink_splits(8192, 4096, 64) == 1
-    assert shrink_splits(16, 14336, 16) == 16
-    assert shrink_splits(1, 100, 16) == 1 == shrink_splits(0, 100, 16)
+    assert shrink_splits(64, 4096, 4096, 16) == 16
+    assert shrink_splits(64, 4096, 6144, 16) == 8
+    assert shrink_splits(64, 4096, 28672, 16) == 2  # a wide product takes long, and every block of columns sums them up
+    assert shrink_splits(8192, 4096, 4096, 64) == 1
+    assert shrink_splits(16, 14336, 4096, 16) == 16
+    assert shrink_splits(1, 100, 100, 16) == 1 == shrink_splits(0, 100, 200_000, 16)
 
 
-@given(st.integers(1, 20_000), st.integers(0, 20_000), st.integers(1, 30_000), st.sampled_from([16, 64]))
-def test_the_shrunk_batch_fits_its_room(rows: int, more: int, width_in: int, block_m: int) -> None:
-    splits = shrink_splits(rows, width_in, block_m)
+@given(
+    st.integers(1, 20_000),
+    st.integers(0, 20_000),
+    st.integers(1, 30_000),
+    st.integers(1, 300_000),
+    st.sampled_from([16, 64]),
+)
+def test_the_shrunk_batch_fits_its_room(rows: int, more: int, width_in: int, width_out: int, block_m: int) -> None:
+    splits = shrink_splits(rows, width_in, width_out, block_m)
     assert splits & (splits - 1) == 0
     assert splits * rows * 24 <= shrunk_elements(rows + more, width_in, 24)
 
