@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 Point = tuple[float, float]  # TPOT p99 in ms, training tok/s
+PEER_CARD = "NVIDIA H100 80GB HBM3"  # series measured on another one say so
 # Two processes on one H100, measured on 2026-11-27: vLLM 0.25.1 with half the memory beside a trainer.
 PEERS: dict[str, dict[float, Point]] = {
     "vLLM + PEFT 1 x 1024": {4.0: (20.2, 3482), 16.0: (28.7, 3318)},
@@ -15,7 +16,7 @@ PEERS: dict[str, dict[float, Point]] = {
 
 
 def points(path: Path) -> dict[str, dict[float, Point]]:
-    """The newest row of each policy, target and rate, by series and rate; rows on a GPU only, if there are any."""
+    """The newest row of each policy, target, card and rate, by series and rate; on GPUs only, if there are any."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["case"] == "both" and row.get("policy")]
     rows = [row for row in rows if not row["card"].startswith("CPU")] or rows
@@ -23,7 +24,8 @@ def points(path: Path) -> dict[str, dict[float, Point]]:
     found: dict[str, dict[float, Point]] = {}
     for row in rows:
         target = f", {float(row['slo_tpot_ms']):g} ms" if row.get("slo_tpot_ms") else ""
-        series = found.setdefault(f"{row['policy']}{target}", {})
+        card = "" if row["card"] == PEER_CARD else f" ({row['card'].removeprefix('NVIDIA ')})"
+        series = found.setdefault(f"{row['policy']}{target}{card}", {})
         series[float(row["rate"])] = (float(row["tpot_p99_ms"]), float(row["train_tok_s"]))
     return found
 

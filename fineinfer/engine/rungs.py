@@ -12,6 +12,9 @@ DROP, OFFLOAD, FINISH, ABORT, PARK, UNPARK = "drop_kept", "offload", "finish", "
 HOST_BYTES_S = 10e9  # of layer inputs to the host: 55 GB/s once their pinned buffers exist
 FIRST_PARK_BYTES_S = {"cpu": 200e6, "cuda": 10e9}  # to disk with checksums, over PCIe; measured from the first time on
 RATE_WEIGHT = 0.5  # of the newest measurement
+# A second that requests wait for the micro-batch's end is worth so many of work done again. At equal weights bursts
+# that came in its second half waited for up to 212 ms (4 x 1,024 tokens of an 8B shape beside 12 requests, H200).
+WAIT_WEIGHT = 8.0
 MEMORY_STORY = {
     DROP: "gave the activations of {layers} layers to waiting requests; they are recomputed",
     OFFLOAD: "gave {mib:.0f} MiB of the micro-batch under way to waiting requests; its inputs wait in host memory",
@@ -28,7 +31,8 @@ class Rung:
     Attributes:
         name: ``drop_kept``, ``finish`` (the micro-batch), ``abort`` (it) or ``park`` (the job).
         num_bytes: Leased bytes that it frees.
-        cost_s: Seconds of the device that must run again, or for ``finish`` that requests wait; moving state included.
+        cost_s: Seconds of the device that must run again, moving state included; for ``finish`` those that requests
+            wait, ``WAIT_WEIGHT`` times.
     """
 
     name: str
@@ -84,7 +88,8 @@ class Rungs:
                 num_layers = trainer.num_kept_layers()
                 again_s = num_layers * self._latency.estimate("forward", num_tokens) + inputs / HOST_BYTES_S
                 rungs.append(Rung(OFFLOAD, activations - max(least - inputs, floor), again_s))
-            rungs.append(Rung(FINISH, activations - floor, self._seconds(trainer.left_of_micro_batch())))
+            wait_s = self._seconds(trainer.left_of_micro_batch())
+            rungs.append(Rung(FINISH, activations - floor, WAIT_WEIGHT * wait_s))
             rungs.append(Rung(ABORT, activations - floor, self._seconds(trainer.lost_by_abort())))
         move_s = 2 * trainer.state_bytes / self._park_bytes_s
         rungs.append(Rung(PARK, activations + state, self._seconds(trainer.lost_by_park()) + move_s))

@@ -75,7 +75,8 @@ class Disturbance:
 
 def make_engine(model: Path, folder: Path, **settings: object) -> Harness:
     own = {"model": str(model), "load_format": "auto", "device": DEVICE, "memory_budget": 3 << 30, "max_num_seqs": 16}
-    own |= {"no_enable_prefix_caching": True, "max_model_len": 512, "dtype": "float32", "deterministic": True}
+    # 32,768 slots are six handles of 8 MiB a layer: with 8,192, less than two, there would be nothing to resize
+    own |= {"no_enable_prefix_caching": True, "max_model_len": 2048, "dtype": "float32", "deterministic": True}
     return Harness(folder, **(own | settings))
 
 

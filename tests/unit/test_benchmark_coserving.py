@@ -324,12 +324,19 @@ def test_the_load_of_others_is_a_share(bench) -> None:
 def test_the_picture_shows_the_newest_row_of_each(bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module, path = bench("coserving_plot"), tmp_path / "coserving.csv"
     head = "case,policy,slo_tpot_ms,rate,tpot_p99_ms,train_tok_s,card\n"
-    gpu = "both,slo,20.0,16.0,21,7000,H100\nboth,slo,20.0,16.0,19,8000,H100\nboth,deferred,,4.0,7,500,H100\n"
-    others = "inference alone,slo,20.0,16.0,8,0,H100\nboth,,,16.0,220,346,H100\n"
-    path.write_text(f"{head}both,slo,20.0,16.0,99,1,CPU x86\n{gpu}{others}")
-    assert module.points(path) == {"slo, 20 ms": {16.0: (19.0, 8000.0)}, "deferred": {4.0: (7.0, 500.0)}}
+    gpu = "both,slo,20.0,16.0,21,7000,CARD\nboth,slo,20.0,16.0,19,8000,CARD\nboth,deferred,,4.0,7,500,CARD\n"
+    others = (
+        "inference alone,slo,20.0,16.0,8,0,CARD\nboth,,,16.0,220,346,CARD\nboth,slo,20.0,16.0,18,9000,NVIDIA H200\n"
+    )
+    rows = f"{gpu}{others}".replace("CARD", module.PEER_CARD)
+    path.write_text(f"{head}both,slo,20.0,16.0,99,1,CPU x86\n{rows}")
+    assert module.points(path) == {
+        "slo, 20 ms": {16.0: (19.0, 8000.0)},
+        "deferred": {4.0: (7.0, 500.0)},
+        "slo, 20 ms (H200)": {16.0: (18.0, 9000.0)},
+    }
     path.write_text(f"{head}both,slo,20.0,16.0,99,1,CPU x86\n")
-    assert module.points(path) == {"slo, 20 ms": {16.0: (99.0, 1.0)}}
+    assert module.points(path) == {"slo, 20 ms (CPU x86)": {16.0: (99.0, 1.0)}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         assert not module.plot(path, tmp_path / "none.svg")

@@ -11,7 +11,7 @@ import pytest
 
 from fineinfer.engine import memory_ladder
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV, STATE
-from fineinfer.engine.rungs import ABORT, DROP, FINISH, PARK, Rung, Rungs, cheapest
+from fineinfer.engine.rungs import ABORT, DROP, FINISH, PARK, WAIT_WEIGHT, Rung, Rungs, cheapest
 from fineinfer.messages import CancelJob, Drain, JobNote, JobProgress, JobStarted, JobUsage
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.training import parking
@@ -110,11 +110,14 @@ def test_rungs_are_priced_by_the_work_that_they_cost(make: Callable[..., Harness
     num_heads = sum(kind == "head" for kind, _ in trainer.left_of_micro_batch().elements())
     assert by_name[DROP].cost_s == pytest.approx(20.0, rel=0.2), "both layers run forward again"
     assert by_name[ABORT].cost_s == pytest.approx(11.0) and by_name[ABORT].num_bytes == held
-    assert by_name[FINISH].cost_s == pytest.approx(10.0 + 100.0 * num_heads + 2000.0)
+    assert by_name[FINISH].cost_s == pytest.approx(WAIT_WEIGHT * (10.0 + 100.0 * num_heads + 2000.0))
     assert by_name[PARK].cost_s == pytest.approx(11.0, abs=0.1) and by_name[PARK].num_bytes == held + 500
     train(harness, units_run(harness, "backward"))
     by_name = {rung.name: rung for rung in rungs.of(trainer, held, 500)}
-    assert by_name[FINISH].cost_s == pytest.approx(1000.0) and by_name[ABORT].cost_s > 1000.0
+    assert by_name[FINISH].cost_s == pytest.approx(WAIT_WEIGHT * 1000.0)
+    assert 1000.0 < by_name[ABORT].cost_s < by_name[FINISH].cost_s, (
+        "requests do not wait for a micro-batch's second half"
+    )
     rungs.observe_move(trainer.state_bytes, 7.0)
     slower = {rung.name: rung for rung in rungs.of(trainer, held, 500)}
     assert slower[PARK].cost_s > by_name[PARK].cost_s
