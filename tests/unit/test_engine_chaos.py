@@ -44,7 +44,7 @@ from .training_job import SETTINGS, Told, trained, write_job
 
 __all__ = ["one_thread"]  # a fixture
 
-NUM_SEEDS = int(os.environ.get("FINEINFER_CHAOS_SEEDS", "2"))
+NUM_SEEDS = int(os.environ.get("FINEINFER_CHAOS_SEEDS", "1"))
 EVENTS = ("stop", "budget", "resize", DROP, ABORT, PARK)
 NUM_EVENTS = 1000  # forced stops, drops, aborts, parks, resizes and changes of the budget, at least, beside the job
 SLOTS, MAX_LEN, VERSIONS = 3000, 256, 4

@@ -70,7 +70,7 @@ def books_agree(harness: Harness, driver: FakeDriver) -> None:
     driver.check()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_random_resizes_in_mid_flight_change_no_token(make, seed: int) -> None:
     want, rng = alone(make), random.Random(seed)
     harness, driver = make(kv_cache_memory_bytes=100 * STEP_SLOTS * BYTES_PER_SLOT, max_num_seqs=6)

@@ -124,7 +124,7 @@ def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch,
 
     def ask(name: str, prompt: list[int], **how: object) -> tuple[list[int], int]:
         harness.outputs.clear()
-        harness.add(name, prompt, max_tokens=12, **how)
+        harness.add(name, prompt, max_tokens=5, **how)
         harness.run()
         return harness.tokens(name), harness.outputs[name][0].cached_tokens
 
@@ -139,7 +139,7 @@ def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch,
     assert ask("salted", prompt, salt="tenant") == (want, 0)
     assert ask("logprobs", prompt, prompt_logprobs=0) == (want, 0)
     off = make(attention_backend=backend, no_enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=64)
-    off.add("turn 2", [*prompt, *want, 7], max_tokens=12)
+    off.add("turn 2", [*prompt, *want, 7], max_tokens=5)
     off.run()
     assert off.tokens("turn 2") == longer and off.parts.ladder._kv.num_used == 0
 
@@ -219,6 +219,9 @@ class RunAgain(StepGraphs):
         return self._forward(key)
 
 
+NUM_TOKENS = 10  # the interpreter takes a second for a step
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding rows hold anything, the interpreter's numpy remarks it
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, captured):
@@ -229,10 +232,10 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
         "drawn": {"prompt": PROMPTS["r1"], "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
         "penalized": {
             "prompt": PROMPTS["r2"], "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3,
-            "logit_bias": {5: 2.0}, "min_tokens": 20, "ignore_eos": False, "prompt_logprobs": 1,
+            "logit_bias": {5: 2.0}, "min_tokens": NUM_TOKENS, "ignore_eos": False, "prompt_logprobs": 1,
         },
-        "adapted": {"prompt": PROMPTS["r3"], "adapter": "a"},
         "stopped": {"prompt": PROMPTS["r0"], "stop_token_ids": (61,)},
+        "adapted": {"prompt": PROMPTS["r3"], "adapter": "a"},
     }  # fmt: skip
 
     def run(**settings: object) -> Harness:
@@ -243,14 +246,14 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
             runner._graphs = RunAgain(runner._enter_padding, runner._captured_step, 4, 64)
         publish(harness, "a", tmp_path / "one", 1)
         for name, params in asked.items():
-            harness.add(name, **({"max_tokens": 20} | params))
+            harness.add(name, **({"max_tokens": NUM_TOKENS} | params))
         harness.run()
         return harness
 
     want, got = run(), run(attention_backend="triton", kv_cache_memory_bytes=80 * BYTES_PER_SLOT)
     for name in asked:
         assert got.tokens(name) == want.tokens(name) and got.reason(name) == want.reason(name), name
-    assert got.reason("stopped") == "stop" and len(got.tokens("stopped")) < 20
+    assert got.reason("stopped") == "stop" and len(got.tokens("stopped")) < NUM_TOKENS
     entries = [[entry for output in h.outputs["drawn"] for entry in output.logprobs or []] for h in (want, got)]
     assert [entry.token_id for entry in entries[1]] == got.tokens("drawn")
     for ours, theirs in zip(*entries, strict=True):

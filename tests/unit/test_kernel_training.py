@@ -116,7 +116,9 @@ def test_cross_entropy(shape: tuple[int, int], dtype: torch.dtype, kernel_device
     assert gradient is logits and torch.equal(wider[:, vocab:], beside)
     torch.testing.assert_close(losses.double(), expected[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(correct, expected[1]) and (num_rows < 2 or bool(correct[1]))
-    torch.testing.assert_close(gradient.double(), expected[2], rtol=max(torch.finfo(dtype).eps, 2e-5), atol=1e-7)
+    # a target's gradient is its probability less 1: near 1 that has the absolute error of a number near 1
+    atol = 4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(gradient.double(), expected[2], rtol=max(torch.finfo(dtype).eps, 2e-5), atol=atol)
 
 
 def test_cross_entropy_of_one_id_far_above_the_others(kernel_device: torch.device) -> None:

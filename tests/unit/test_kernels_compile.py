@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}  # a block's shared memory, by compute capability
+MAX_SHARED_BYTES = {86: 99 << 10, 90: 227 << 10}  # a block's shared memory, by compute capability
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576, "intermediate_size": 1024,
     "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 1000,
@@ -122,9 +122,8 @@ print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected"
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [(90, "bfloat16"), (80, "float16"), (86, "bfloat16"), (90, "float32")]
-)
+# of the 8.x cards that with the least shared memory
+@pytest.mark.parametrize(("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (90, "float32")])
 def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str) -> None:
     pytest.importorskip("triton")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -113,25 +113,25 @@ def simulate(
 
 
 def test_targets_are_kept_and_the_rest_is_trained() -> None:
-    busy = simulate(16, 60, tpot_s=20e-3, ttft_s=0.1)
+    busy = simulate(16, 40, tpot_s=20e-3, ttft_s=0.1)
     assert busy.p99("tpot") <= 20.4e-3 and busy.p99("ttft") <= 0.1
     assert busy.share > 0.4
-    quiet = simulate(4, 60, tpot_s=20e-3, ttft_s=0.1)
+    quiet = simulate(4, 40, tpot_s=20e-3, ttft_s=0.1)
     assert quiet.p99("tpot") <= 20.4e-3 and quiet.p99("ttft") <= 0.1
     assert quiet.share > busy.share + 0.05
     assert simulate(0, 5, tpot_s=20e-3).share > 0.99
 
 
 def test_a_wider_target_buys_training() -> None:
-    shares = [simulate(16, 40, tpot_s=tpot_s, ttft_s=0.2).share for tpot_s in (10e-3, 20e-3, 40e-3)]
+    shares = [simulate(16, 25, tpot_s=tpot_s, ttft_s=0.2).share for tpot_s in (10e-3, 20e-3, 40e-3)]
     assert shares[0] < shares[1] < shares[2]
 
 
 def test_the_older_policies_do_worse_at_one_or_the_other() -> None:
     slo, deferred = simulate(16, 40, tpot_s=20e-3, ttft_s=0.1), simulate(16, 40, "deferred")
     assert deferred.share < 0.1 < slo.share  # training only while the batch is empty
-    rare = simulate(1, 60, tpot_s=20e-3, ttft_s=0.1)
-    assert simulate(1, 60, "train-first").p99("ttft") > 5 * rare.p99("ttft")  # waits for whole updates
+    rare = simulate(1, 40, tpot_s=20e-3, ttft_s=0.1)
+    assert simulate(1, 40, "train-first").p99("ttft") > 5 * rare.p99("ttft")  # waits for whole updates
 
 
 def test_unset_targets_are_three_times_the_latency_without_training() -> None:
@@ -142,9 +142,9 @@ def test_unset_targets_are_three_times_the_latency_without_training() -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_the_minimum_share_holds_under_overload(share: float) -> None:
-    overloaded = simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
+    overloaded = simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
     assert share * 0.9 <= overloaded.share <= share + 0.05
-    assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
+    assert simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
 
 
 @pytest.mark.parametrize("step_s", [5e-3, 0.1, 0.5])
@@ -232,26 +232,26 @@ def test_late_first_tokens_take_training_from_beside_prompts_before_they_cost_pa
 
 def test_beside_steps_more_is_trained_within_the_same_targets() -> None:
     for rate, least in ((16, 0.6), (4, 0.65)):
-        between = simulate(rate, 60, tpot_s=20e-3, ttft_s=0.1)
-        beside = simulate(rate, 60, tpot_s=20e-3, ttft_s=0.1, beside=True)
+        between = simulate(rate, 40, tpot_s=20e-3, ttft_s=0.1)
+        beside = simulate(rate, 40, tpot_s=20e-3, ttft_s=0.1, beside=True)
         assert beside.p99("tpot") <= 20.4e-3 and beside.p99("ttft") <= 0.1
         assert beside.share > least and (rate < 16 or beside.share > between.share + 0.05)
     assert simulate(0, 5, tpot_s=20e-3, beside=True).share > 0.99
 
 
 def test_beside_steps_training_stops_for_targets_that_it_would_break() -> None:
-    wide, narrow = (simulate(16, 40, tpot_s=tpot_s, ttft_s=0.2, beside=True) for tpot_s in (25e-3, 11e-3))
+    wide, narrow = (simulate(16, 25, tpot_s=tpot_s, ttft_s=0.2, beside=True) for tpot_s in (25e-3, 11e-3))
     assert narrow.p99("tpot") <= 11.5e-3 < wide.p99("tpot")
     assert narrow.share < wide.share
-    late = simulate(16, 40, tpot_s=40e-3, ttft_s=0.02, beside=True)
-    assert late.p99("ttft") < simulate(16, 40, tpot_s=40e-3, ttft_s=0.2, beside=True).p99("ttft")
+    late = simulate(16, 25, tpot_s=40e-3, ttft_s=0.02, beside=True)
+    assert late.p99("ttft") < simulate(16, 25, tpot_s=40e-3, ttft_s=0.2, beside=True).p99("ttft")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_beside_steps_the_minimum_share_holds_under_overload(share: float) -> None:
-    overloaded = simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=share, beside=True)
+    overloaded = simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=share, beside=True)
     assert share * 0.9 <= overloaded.share <= share + 0.05
-    assert simulate(60, 40, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
+    assert simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
     assert simulate(8, 30, tpot_s=60e-3, train_share_max=0.3, beside=True).share == pytest.approx(0.3, abs=0.04)
 
 
