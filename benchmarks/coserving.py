@@ -3,13 +3,15 @@
     python benchmarks/coserving.py --lengths sharegpt_lengths.csv --targets -- --device cuda
     python benchmarks/coserving.py --lengths sharegpt_lengths.csv --only policies --policies deferred train-first
     python benchmarks/coserving.py --trace azure_llm_trace_conv.csv --only trace
-    python benchmarks/coserving.py --lengths sharegpt_lengths.csv --only peak burst --targets
+    python benchmarks/coserving.py --lengths sharegpt_lengths.csv --only overload peak burst --targets
 
 Everything after ``--`` goes to `fineinfer serve`. Without --model a shape with random weights is served. --only PIECES:
 
     alone     inference alone at each of --rates, then training alone, on the first policy's server
     policies  both at once: a server a policy, a window of --seconds a rate (P4, P5; with alone P7)
     trace     --trace-seconds of an Azure trace in real time: inference alone, then beside a job, policy slo
+    overload  --overload times what the server can do, for --overload-seconds, beside a job: nobody starves, and the job
+              has its minimum share
     peak      1,000 ShareGPT requests at once, without and with a job that has 2 % of the time (P6)
     burst     requests whose peak takes --burst-gib that training holds: how soon the first one starts (P8), and what
               of the KV memory holds no token then (P10)
@@ -35,14 +37,26 @@ from pathlib import Path
 
 from coserving_plot import plot
 from harness import ENGLISH, SHAPES, card, make_shape_folder, read_lengths, versions, write_csv, write_rows
-from load import Row, Target, poisson, run_window, start_job, trace, training_alone, wait_quiet
-from pressure import burst, peak
+from load import (
+    Arrival,
+    Row,
+    Target,
+    poisson,
+    run_window,
+    sample_training,
+    start_job,
+    trace,
+    training_alone,
+    wait_quiet,
+)
+from pressure import SHARE_WINDOW_S, burst, least_share, peak
 
 from fineinfer.cli.local_server import local_server
 from fineinfer.model.resolve import resolve_model_path
+from fineinfer.server.start_checks import raise_file_limit
 
 POLICIES = ("slo", "deferred", "inference-first", "train-first")
-PIECES = ("alone", "policies", "trace", "peak", "burst", "plot")
+PIECES = ("alone", "policies", "trace", "overload", "peak", "burst", "plot")
 READY_S = 300.0
 # Longer prompts are cut: 8 % of the conversations are beyond 4,096 tokens, 1 in 20,000 beyond this.
 TRACE_MODEL_LEN = 8192
@@ -53,6 +67,7 @@ PEERS = {  # measured on one H100; by rate: training tok/s, TPOT p99 and TTFT p9
     16.0: {"train": 7209, "tpot-p99": 32.6, "ttft-p99": 124},
     4.0: {"train": 7537, "tpot-p99": 20.4, "ttft-p99": 89},
 }
+OVERLOAD_DRAIN = 4.0  # of the window, until what has not ended is given up
 TARGET_IDS = {16.0: "P4", 4.0: "P5"}
 TARGET_TPOT_MS = 20.0  # of P4 and P5; rows measured at another one say so in their id
 
@@ -208,6 +223,34 @@ def azure(bench: Bench) -> None:
         bench.add({"case": "trace, both"} | facts | row, "slo", flags)
 
 
+def overload(bench: Bench) -> None:
+    """More requests than the server can serve, for a while: how long anybody waits, and what the job has meanwhile."""
+    args, flags = bench.args, bench.flags_of("slo")
+    lengths, seconds, times = read_lengths(args.lengths), args.overload_seconds, args.overload
+    raise_file_limit()  # every request that waits is a connection
+    with bench.server("slo", flags) as target:
+        at_once = [Arrival(0.0, *pair) for pair in lengths[: args.num_prompts]]
+        drain_s = OVERLOAD_DRAIN * seconds
+        row = asyncio.run(run_window(target, at_once, 0.0, drain_s=drain_s))
+        num_tokens = sum(arrival.num_output for arrival in at_once)
+        capacity = len(at_once) * float(str(row["output_tok_s"])) / num_tokens
+        bench.add({"case": "all at once", "rate": capacity} | row, "slo", flags)
+        wait_quiet(target.url)
+        job, samples = start_job(target, bench.rows, bench.job_settings), list[tuple[float, float]]()
+
+        async def beside_job() -> Row:
+            meter = asyncio.create_task(sample_training(target.url, samples))
+            arrivals = poisson(times * capacity, seconds, lengths)
+            row = await run_window(target, arrivals, seconds, job, drain_s=drain_s)
+            meter.cancel()
+            return row
+
+        row = asyncio.run(beside_job())
+        facts: Row = {"rate": times * capacity, "least_share_percent": 100 * least_share(samples, SHARE_WINDOW_S)}
+        facts["backlog_s"] = (times - 1) * seconds  # of work at the window's end, were nothing trained
+        bench.add({"case": "overload"} | facts | row, "slo", flags)
+
+
 def engine_pieces(bench: Bench, pieces: set[str]) -> None:
     """Peak and burst, each on an engine process of its own."""
     args, model = bench.args, bench.model[0] if bench.model else None
@@ -240,7 +283,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="CSV of an Azure LLM trace")
     parser.add_argument("--trace-start", type=float, default=0.0, help="seconds after the trace's first request")
     parser.add_argument("--trace-seconds", type=float, default=90.0)
-    parser.add_argument("--num-prompts", type=int, default=1000, help="peak: rows of --lengths")
+    parser.add_argument("--num-prompts", type=int, default=1000, help="peak, overload: rows of --lengths, all at once")
+    parser.add_argument("--overload", type=float, default=2.0, metavar="X", help="X times the capacity")
+    parser.add_argument("--overload-seconds", type=float, default=120.0)
     parser.add_argument("--peak-share", type=float, default=0.02, help="peak: --train-share-min")
     parser.add_argument(
         "--burst-gib", type=float, default=4.0, help="burst: what the requests need of training's memory"
@@ -257,8 +302,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="write the engine's host profile here")
     parser.add_argument("serve_flags", nargs="*", help="after --: flags of `fineinfer serve`")
     args = parser.parse_args()
-    if args.lengths is None and {"alone", "policies", "peak"} & set(args.only):
-        parser.error("--lengths is needed for alone, policies and peak")
+    if args.lengths is None and {"alone", "policies", "overload", "peak"} & set(args.only):
+        parser.error("--lengths is needed for alone, policies, overload and peak")
     if args.trace is None and "trace" in args.only:
         parser.error("--trace is needed for trace")
     return args
@@ -275,6 +320,8 @@ def main() -> None:
             policies(bench, "alone" in pieces, "policies" in pieces)
         if "trace" in pieces:
             azure(bench)
+        if "overload" in pieces:
+            overload(bench)
         engine_pieces(bench, pieces)
     if "plot" in pieces:
         plot(args.results / "coserving.csv", args.plot)

@@ -24,7 +24,7 @@ import httpx
 import msgspec
 from harness import OtherLoad, percentile
 
-DRAIN_S = 25.0  # requests that have not ended this long after the last arrival are cancelled and counted
+DRAIN_S = 25.0
 EDGE_S, POLL_S = 3.0, 0.02  # longest wait for an update to end at either edge of a window
 JOB_S = 300.0
 SERIES = re.compile(r"^(\w[\w:]*?)(?:\{(.*)\})? (\S+)$")
@@ -161,7 +161,9 @@ async def ask(session: aiohttp.ClientSession, target: Target, prompt: list[int],
         reply.error = f"{type(error).__name__}: {error}"
 
 
-async def run_window(target: Target, arrivals: Sequence[Arrival], seconds: float, job: str | None = None) -> Row:
+async def run_window(
+    target: Target, arrivals: Sequence[Arrival], seconds: float, job: str | None = None, drain_s: float = DRAIN_S
+) -> Row:
     """Let the arrivals happen for ``seconds`` and wait for those that are late.
 
     Args:
@@ -169,6 +171,7 @@ async def run_window(target: Target, arrivals: Sequence[Arrival], seconds: float
         arrivals: In order of time.
         seconds: Length of the window; training is counted over it.
         job: Trains beside them.
+        drain_s: Requests that have not ended so long after the window are cancelled and counted.
 
     Returns:
         Latencies in milliseconds, rates a second, and what the server itself measured.
@@ -190,7 +193,7 @@ async def run_window(target: Target, arrivals: Sequence[Arrival], seconds: float
                 replies.append(Reply(begin + arrival.due_s, arrival.num_output))
                 tasks.append(asyncio.create_task(ask(session, target, prompt, replies[-1])))
             await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
-            late = (await asyncio.wait(tasks, timeout=DRAIN_S))[1] if tasks else set()
+            late = (await asyncio.wait(tasks, timeout=drain_s))[1] if tasks else set()
         for task in late:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -223,6 +226,7 @@ def summarize(replies: Sequence[Reply], begin: float, num_late: int) -> Row:
     }
     for name, values in columns.items():
         row |= {f"{name}_p{share}_ms": percentile(values, share / 100) for share in (50, 90, 99)}
+    row["ttft_max_ms"] = max(columns["ttft"], default=float("nan"))
     row["gap_p99_ms"] = percentile([gap for reply in done for gap in reply.gaps_ms()], 0.99)
     tokens = sum(count for reply in begun for _, count in reply.chunks)
     row["output_tok_s"] = tokens / max(end - begin, 1e-9)
@@ -231,6 +235,15 @@ def summarize(replies: Sequence[Reply], begin: float, num_late: int) -> Row:
 
 
 # ---------------------------------------------------------------- training beside them
+
+
+async def sample_training(url: str, samples: list[tuple[float, float]], every_s: float = 0.5) -> None:
+    """Append (time, device seconds trained so far) until cancelled."""
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        while True:
+            values = Scrape((await client.get(f"{url}/metrics")).text).values
+            samples.append((time.perf_counter(), values.get("train_device_seconds_total", 0.0)))
+            await asyncio.sleep(every_s)
 
 
 async def trained(client: httpx.AsyncClient, url: str, job: str | None, begin: float, seconds: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import shutil
 import socket
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from fineinfer.config import ServerConfig
+
+MAX_FILES = 65_536  # of a process
 
 
 class StartError(Exception):
@@ -69,3 +72,17 @@ def runtime_dir() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may, and return how many that are.
+
+    Every open answer is a socket: a shell's usual 1,024 are gone in a burst at twice the capacity.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return soft
+    with contextlib.suppress(OSError, ValueError):  # where the system sets another bound
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

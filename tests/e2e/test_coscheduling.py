@@ -119,38 +119,36 @@ def test_slo_trains_under_constant_load(tiny_model, tmp_path, capsys):
     assert trained["slo"] > 3 * trained["inference-first"] and trained["slo"] > 0
 
 
-@pytest.mark.parametrize("policy", ["inference-first", "slo"])
-def test_coserved_equals_alone(tiny_model, tmp_path, policy):
+def test_coserved_equals_alone(tiny_model, tmp_path):
     """Training beside requests gives the loss trace of training alone, and requests the tokens of a quiet engine."""
-    flags = (
-        str(tiny_model),
-        "--policy",
-        policy,
-        "--served-model-name",
-        "tiny",
-        "--dtype",
-        "float32",
-        "--deterministic",
-    )
+    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
     ask = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     with live_server(tmp_path / "alone", *flags) as server:
         quiet_answer = server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
         job_id = start_training(server, epochs=3)
         alone = loss_trace(server, server.wait_job(job_id))
-    with live_server(tmp_path / "beside", *flags) as server:
-        job_id = start_training(server, epochs=3)
-        answers: list[str] = []
-        stop = threading.Event()
+    for policy in ("inference-first", "slo"):
+        with live_server(tmp_path / policy, *flags, "--policy", policy) as server:
+            job_id = start_training(server, epochs=3)
+            beside, answers = train_beside_requests(server, job_id, ask)
+        assert beside == alone, policy
+        assert len(answers) > 1 and set(answers) == {quiet_answer}, policy
 
-        def traffic() -> None:
-            while not stop.is_set():
-                answers.append(server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"])
-                time.sleep(0.05)
 
-        client = threading.Thread(target=traffic)
-        client.start()
-        beside = loss_trace(server, server.wait_job(job_id))
+def train_beside_requests(server: LiveServer, job_id: str, ask: dict[str, object]) -> tuple[object, list[str]]:
+    """The loss trace of a job, and the answers that a client had meanwhile."""
+    answers: list[str] = []
+    stop = threading.Event()
+
+    def traffic() -> None:
+        while not stop.is_set():
+            answers.append(server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"])
+            time.sleep(0.05)
+
+    client = threading.Thread(target=traffic)
+    client.start()
+    try:
+        return loss_trace(server, server.wait_job(job_id)), answers
+    finally:
         stop.set()
         client.join()
-    assert beside == alone
-    assert len(answers) > 1 and set(answers) == {quiet_answer}

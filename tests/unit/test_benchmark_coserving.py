@@ -113,12 +113,16 @@ def test_a_window_on_a_live_server(bench, serve: Callable[..., LiveServer]) -> N
     rows = [asyncio.run(load.run_window(target, arrivals[:5], 0.4)) for _ in range(2)]
     for row in rows:
         assert (row["requests"], row["unfinished"], row["failed"], row["train_tok_s"]) == (5, 0, 0, 0.0)
-        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] < 2000 and row["tpot_p50_ms"] > 0.5
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] <= row["ttft_max_ms"] < 2000 and row["tpot_p50_ms"] > 0.5
         assert row["output_tok_s"] > num_output
     prompts = [tuple(request.prompt_token_ids) for request in live.engine.added]
     assert sorted(map(len, prompts)) == sorted(2 * [5, 6, 7, 8, 9]) and len(set(prompts)) == 10, "no prompt comes twice"
     row = asyncio.run(load.run_window(target, arrivals[5:], 0.3))
     assert (row["requests"], row["failed"]) == (0, 1), "fewer tokens than were asked for is a failure"
+    samples: list[tuple[float, float]] = []
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(load.sample_training(live.url, samples, every_s=0.05), 0.5))
+    assert len(samples) >= 3 and samples == sorted(samples) and {trained for _, trained in samples} == {0.0}
 
 
 def test_training_is_counted_from_update_to_update(bench, monkeypatch: pytest.MonkeyPatch) -> None:
