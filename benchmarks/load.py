@@ -238,11 +238,13 @@ def summarize(replies: Sequence[Reply], begin: float, num_late: int) -> Row:
 
 
 async def sample_training(url: str, samples: list[tuple[float, float]], every_s: float = 0.5) -> None:
-    """Append (time, device seconds trained so far) until cancelled."""
+    """Append (the engine's clock, device seconds trained so far), whenever there are newer numbers, until cancelled."""
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         while True:
             values = Scrape((await client.get(f"{url}/metrics")).text).values
-            samples.append((time.perf_counter(), values.get("train_device_seconds_total", 0.0)))
+            now_s = values.get("engine_clock_seconds", 0.0)
+            if not samples or now_s > samples[-1][0]:
+                samples.append((now_s, values.get("train_device_seconds_total", 0.0)))
             await asyncio.sleep(every_s)
 
 

@@ -167,6 +167,7 @@ class _EngineCollector:
 def _gauges(stats: EngineStats) -> list[tuple[str, str, float | None]]:
     kv_usage = stats.kv_slots_used / max(1, stats.kv_slots_now)
     return [
+        ("engine_clock_seconds", "The engine's monotonic clock when these numbers were taken.", stats.time_s),
         ("num_requests_running", "Requests being processed.", stats.num_running),
         ("num_requests_waiting", "Requests waiting.", stats.num_waiting),
         (

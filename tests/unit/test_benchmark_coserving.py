@@ -119,10 +119,21 @@ def test_a_window_on_a_live_server(bench, serve: Callable[..., LiveServer]) -> N
     assert sorted(map(len, prompts)) == sorted(2 * [5, 6, 7, 8, 9]) and len(set(prompts)) == 10, "no prompt comes twice"
     row = asyncio.run(load.run_window(target, arrivals[5:], 0.3))
     assert (row["requests"], row["failed"]) == (0, 1), "fewer tokens than were asked for is a failure"
-    samples: list[tuple[float, float]] = []
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(load.sample_training(live.url, samples, every_s=0.05), 0.5))
-    assert len(samples) >= 3 and samples == sorted(samples) and {trained for _, trained in samples} == {0.0}
+
+
+def test_training_is_sampled_by_the_engine_s_own_clock(bench, serve: Callable[..., LiveServer]) -> None:
+    load, live, samples = bench("load"), serve(), list[tuple[float, float]]()
+
+    async def sample(seconds: float) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(load.sample_training(live.url, samples, every_s=0.02), seconds)
+
+    asyncio.run(sample(0.3))
+    assert len(samples) == 1, "the same numbers again are no sample"
+    engine = live.engine
+    engine.call(lambda: [engine._engine.send(peer, engine.stats()) for peer in engine._peers])
+    asyncio.run(sample(0.5))
+    assert len(samples) == 2 and samples[0][0] < samples[1][0] and {trained for _, trained in samples} == {0.0}
 
 
 def test_training_is_counted_from_update_to_update(bench, monkeypatch: pytest.MonkeyPatch) -> None:
