@@ -27,9 +27,8 @@ SPLIT_TILES = 64  # tiles x splits up to which splitting pays
 # Splits x output features: a wide product takes long enough for few splits beside it, and each block of its columns
 # sums them up again. 8 adapters over 64 rows of 4096, H200: gate and up (28672) 1 and 2 us less than with 8 splits
 SPLIT_COLUMNS = 65_536
-TILES_A_PROGRAM = (
-    4  # of decode: most tiles of a captured step are padding, and a program costs more than a look at four
-)
+# Of decode: most tiles of a captured step are padding, and a program costs more than a look at four.
+TILES_A_PROGRAM = 4
 _BLOCK_IN = {16: 128, 64: 64}  # by rows of a tile
 _BLOCK_OUT = {16: 256, 64: 128}
 
