@@ -378,11 +378,11 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
             b_block = tl.load(b_rows, mask=exists[:, None] & is_column[None, :], other=0.0)
             settle(PDL)
             part = shrunk_rows[:, None] + index[None, :]
-            summed = sum_splits(part, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)
+            in_rank = index < rank
+            summed = sum_splits(part, is_row[:, None] & in_rank[None, :], shrunk_split_stride, SPLITS)
             base = tl.load(places, mask=is_place, other=0.0)
             if rank > 0:
-                b_block = tl.where((index < rank)[:, None], b_block, 0.0)
-                summed = tl.where((index < rank)[None, :], summed, 0.0)  # [BLOCK_M, BLOCK_R]
+                b_block = tl.where(in_rank[:, None], b_block, 0.0)
                 acc = tl.dot(summed.to(b.dtype.element_ty), b_block, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
                 for first in range(BLOCK_R, rank, BLOCK_R):
                     is_rank = first + index < rank

@@ -248,7 +248,7 @@ def _add_rms_norm_lora_kernel(  # type: ignore[no-untyped-def]
     settle(PDL)
     stream = tl.load(x + row * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
     base = tl.load(delta + row * delta_stride + column, mask=inside, other=0.0)
-    parts_0 = tl.load(parts, mask=exists[None, :], other=0.0)
+    parts_0 = tl.load(parts, mask=(index < rank)[None, :], other=0.0)
     parts_1 = tl.load(parts + GROUP, mask=(second < rank)[None, :], other=0.0)
     acc = _weighted_sum(parts_0, b_0, index < rank) + _weighted_sum(parts_1, b_1, second < rank)  # [BLOCK]
     for first in range(2 * GROUP, rank, GROUP):
@@ -318,10 +318,11 @@ def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
             settle(PDL)
             gate = tl.load(places, mask=is_place, other=0.0)  # [BLOCK_M, BLOCK_N]
             up = tl.load(places + INTERMEDIATE, mask=is_place, other=0.0)
-            gate_sum = sum_splits(part, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)
-            up_sum = sum_splits(part + MAX_RANK, is_row[:, None] & exists[None, :], shrunk_split_stride, SPLITS)
-            gate_acc = _product(gate_sum, gate_b, index < gate_rank)
-            up_acc = _product(up_sum, up_b, index < up_rank)
+            in_gate, in_up = index < gate_rank, index < up_rank
+            gate_sum = sum_splits(part, is_row[:, None] & in_gate[None, :], shrunk_split_stride, SPLITS)
+            up_sum = sum_splits(part + MAX_RANK, is_row[:, None] & in_up[None, :], shrunk_split_stride, SPLITS)
+            gate_acc = _product(gate_sum, gate_b, in_gate)
+            up_acc = _product(up_sum, up_b, in_up)
             for first in range(BLOCK_R, tl.maximum(gate_rank, up_rank), BLOCK_R):
                 in_gate, in_up = first + index < gate_rank, first + index < up_rank
                 b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride
@@ -343,7 +344,6 @@ def _silu_and_mul_lora_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(shrunk, b_block, is_rank):  # type: ignore[no-untyped-def]
-    """[BLOCK_M, BLOCK_N] of shrunk rows [BLOCK_M, BLOCK_R] and rows of B, what is past the rank dropped."""
+    """[BLOCK_M, BLOCK_N] of shrunk rows [BLOCK_M, BLOCK_R] and rows of B, of which those past the rank are dropped."""
     b_block = tl.where(is_rank[:, None], b_block, 0.0)
-    shrunk = tl.where(is_rank[None, :], shrunk, 0.0)
     return tl.dot(shrunk.to(b_block.dtype), b_block, input_precision="ieee")

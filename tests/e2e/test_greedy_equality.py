@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import json
 import random
 from pathlib import Path
 
@@ -12,16 +11,12 @@ import torch
 
 pytestmark = pytest.mark.e2e
 NUM_PROMPTS, NUM_NEW = 64, 64
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 
 
 def prompts(tokenizer) -> list[list[int]]:
-    """Mixed lengths of real text: school maths where the data is there, else this repository's own documents."""
-    if GSM8K.exists():
-        text = "\n\n".join(json.loads(line)["question"] for line in GSM8K.read_text().splitlines()[:400])
-    else:
-        root = Path(__file__).resolve().parents[2]
-        text = "\n\n".join((root / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md"))
+    """Mixed lengths of real text: this repository's own documents."""
+    root = Path(__file__).resolve().parents[2]
+    text = "\n\n".join((root / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md"))
     ids, rng = tokenizer(text)["input_ids"], random.Random(11)
     lengths = [rng.choice([5, 17, 40, 90, 180, 300]) + rng.randrange(9) for _ in range(NUM_PROMPTS)]
     return [ids[start : start + n] for n in lengths for start in [rng.randrange(len(ids) - n)]]
