@@ -24,7 +24,7 @@ import httpx
 import msgspec
 from harness import OtherLoad, percentile
 
-DRAIN_S = 25.0
+DRAIN_S = 25.0  # by default requests that have not ended so long after the window are cancelled and counted
 EDGE_S, POLL_S = 3.0, 0.02  # longest wait for an update to end at either edge of a window
 JOB_S = 300.0
 SERIES = re.compile(r"^(\w[\w:]*?)(?:\{(.*)\})? (\S+)$")
