@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from fineinfer.hashing import adapter_hash
 
+from ..waiting import until
 from .conftest import LiveServer, chat_rows, live_server, start_server
 
 pytestmark = pytest.mark.e2e
@@ -87,11 +87,14 @@ def serves_live(server: LiveServer) -> None:
     job = server.http.post("/v1/fine_tuning/jobs", json=body)
     assert job.status_code == 200, job.text
     seen: list[tuple[str, int]] = []
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not seen or seen[-1][0].startswith("live-")):
+
+    def saw_the_last_checkpoint() -> bool:
         answer = server.http.post("/v1/chat/completions", json=QUESTION | {"model": "learning", "max_tokens": 1})
         if answer.status_code == 200:
             seen.append((answer.json()["adapter_version"], answer.json()["adapter_step"]))
+        return bool(seen) and seen[-1][1] == 144 and not seen[-1][0].startswith("live-")
+
+    until(saw_the_last_checkpoint)
     assert seen[0][0].startswith("live-ftjob-") and len({step for _, step in seen}) > 3, seen
     assert [step for _, step in seen] == sorted(step for _, step in seen)
     result = server.wait_job(job.json()["id"])

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from ..waiting import until
 from .conftest import LiveServer, chat_rows, live_server
 
 pytestmark = pytest.mark.e2e
@@ -30,10 +30,7 @@ class Cli:
 
 
 def wait_for(server: LiveServer, job: str, *statuses: str) -> None:
-    deadline = time.monotonic() + 120.0
-    while (status := server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["status"]) not in statuses:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
+    until(lambda: server.http.get(f"/v1/fine_tuning/jobs/{job}").json()["status"] in statuses)
 
 
 def test_jobs_from_the_command_line(tiny_model: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from ..waiting import LIMIT_S, until
 from .conftest import LiveServer, chat_rows, live_server
 
 pytestmark = pytest.mark.e2e
@@ -37,14 +38,12 @@ def loss_trace(server: LiveServer, job: dict) -> dict[int, float]:
 
 
 def wait_step(server: LiveServer, job_id: str, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    def reached() -> bool:
         job = server.http.get(f"/v1/fine_tuning/jobs/{job_id}").json()
-        if (job.get("progress") or {}).get("step", 0) >= step:
-            return
         assert job["status"] not in ("failed", "cancelled"), job
-        time.sleep(0.02)
-    raise TimeoutError(f"job never reached step {step}: {job}")
+        return (job.get("progress") or {}).get("step", 0) >= step
+
+    until(reached, f"the job never reached step {step}")
 
 
 def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp_path, capsys):
@@ -71,12 +70,12 @@ def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp
         clients = [threading.Thread(target=long_stream) for _ in range(4)]
         for client in clients:
             client.start()
-        assert all(started.acquire(timeout=60) for _ in range(40)), "the streams never got going"
+        assert all(started.acquire(timeout=LIMIT_S) for _ in range(40)), "the streams never got going"
         killed = server.child("fineinfer.engine.process")
         killed_at = time.monotonic()
         killed.kill()
         for client in clients:
-            client.join(timeout=5)
+            client.join(LIMIT_S)
         told_after = time.monotonic() - killed_at
         assert not any(client.is_alive() for client in clients), "a client was never told"
         # mid-stream the error comes in-band, before the first token it is a 503

@@ -33,6 +33,8 @@ from fineinfer.messages import (
     TokenLogprob,
 )
 
+from ..waiting import LIMIT_S, until
+
 TOKEN = b"t" * 32
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -137,7 +139,7 @@ class FakeEngine:
             done.set()
 
         self.calls.append(run)
-        assert done.wait(5)
+        assert done.wait(LIMIT_S)
 
     def die(self) -> None:
         """The engine process ends; the supervisor says so."""
@@ -163,7 +165,7 @@ class FakeEngine:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(LIMIT_S)
         self._engine.close()
         self._control.close()
 
@@ -312,16 +314,13 @@ def serve(tmp_path: Path, tiny_tokenizer: Any) -> Iterator[Callable[..., LiveSer
 
         def stop() -> None:
             server.should_exit = True
-            thread.join(10)
+            thread.join(LIMIT_S)
             assert not thread.is_alive()
 
         cleanups.append(stop)
-        deadline = time.monotonic() + 10
-        while not (server.started and client.info is not None and client.unavailable_reason() is None):
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
+        until(lambda: server.started and client.info is not None and client.unavailable_reason() is None, "no start")
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        http = httpx.Client(base_url=url, timeout=20)
+        http = httpx.Client(base_url=url, timeout=LIMIT_S)
         cleanups.append(http.close)
         return LiveServer(url, engine, tokenizer, app, http)
 

@@ -25,6 +25,8 @@ from fineinfer.server.job_manager import JobManager, JobSettings
 from fineinfer.server.job_params import JobRequest
 from fineinfer.store import JobRecord, JobStatus, Store
 
+from ..waiting import LIMIT_S
+
 ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
@@ -106,8 +108,8 @@ class World:
     def messages(self, job: JobRecord) -> list[str]:
         return [event.message for event in self.store.jobs.events(job.id, limit=100)[0]][::-1]
 
-    async def until(self, condition: Any, timeout_s: float = 5.0) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
+    async def until(self, condition: Any) -> None:
+        deadline = asyncio.get_running_loop().time() + LIMIT_S
         while not condition():
             if asyncio.get_running_loop().time() > deadline:
                 raise TimeoutError("the condition never held")

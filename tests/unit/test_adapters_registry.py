@@ -21,6 +21,8 @@ from fineinfer.adapters.registry import AdapterRegistry, AdapterVersion
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.messages import LoraSpec
 
+from ..waiting import LIMIT_S
+
 NUM_VERSIONS, NUM_SLOTS, MAX_RANK = 6, 3, 4
 
 
@@ -183,7 +185,7 @@ class Gate:
 
         def gated(version: str, directory: Path) -> LoraWeights:
             self.entered.set()
-            assert self.open.wait(10)
+            assert self.open.wait(LIMIT_S)
             return read(version, directory)
 
         reader._read = gated  # type: ignore[method-assign]
@@ -204,7 +206,7 @@ def test_a_thread_reads_while_the_old_version_serves(versions: list[tuple[str, P
     assert made.register(entry(versions, 0)) and made.acquire(first[0]) == 0
     gate.open.clear()
     gate.entered.clear()
-    assert not made.register(entry(versions, 1, step=2)) and gate.entered.wait(10)
+    assert not made.register(entry(versions, 1, step=2)) and gate.entered.wait(LIMIT_S)
     assert made.current() == {"a": first[0]} and made.resolve("a@2") is None
     made.register(entry(versions, 2, "c"), current=False)
     assert made.acquire(third[0]) is None, "the thread reads one after the other"

@@ -28,6 +28,7 @@ from fineinfer.messages import (
     StartJob,
 )
 
+from ..waiting import LIMIT_S
 from .engine_harness import Harness, publish
 from .tagged_engine import one_thread  # noqa: F401 - a fixture
 from .training_job import SETTINGS, Told, write_job
@@ -147,7 +148,7 @@ def test_the_loop_goes_on_while_a_thread_reads(make: Callable[..., Harness], tmp
     gate, read = threading.Event(), reader._read
 
     def gated(version: str, directory: Path) -> LoraWeights:
-        assert gate.wait(30)
+        assert gate.wait(LIMIT_S)
         return read(version, directory)
 
     reader._read = gated  # type: ignore[method-assign]

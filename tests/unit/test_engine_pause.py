@@ -23,6 +23,7 @@ from fineinfer.training import parking
 from fineinfer.training.checkpoint import newest_step, read_newest
 from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 
+from ..waiting import LIMIT_S
 from .engine_harness import Harness
 from .training_job import SETTINGS, Told, trained, write_job
 
@@ -52,7 +53,7 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event, save, begin = threading.Event(), TrainerCheckpoints._save, TrainerCheckpoints._begin_checkpoints
 
     def gated(self: Any, *args: Any) -> None:
-        assert event.wait(20)
+        assert event.wait(LIMIT_S)
         save(self, *args)
 
     monkeypatch.setattr(parking, "IN_HOST_MEMORY", ("cpu",))

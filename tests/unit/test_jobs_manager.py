@@ -274,10 +274,10 @@ def test_the_real_child_refuses_by_line_and_a_cancel_kills_it(
             bad = w.submit("lora", [ROW, {"messages": [{"role": "bot", "content": "x"}]}, ROW, {"messages": 3}])
             await w.up()
             child = w.store.job_dir(doomed.id) / "prepare.log"
-            await w.until(child.exists, 30.0)
+            await w.until(child.exists)
             w.store.jobs.cancel(doomed.id)
             w.manager.wake()
-            await w.until(lambda: w.status(bad) is JobStatus.FAILED, 120.0)
+            await w.until(lambda: w.status(bad) is JobStatus.FAILED)
             assert w.status(doomed) is JobStatus.CANCELLED
             error = w.store.jobs.require(bad.id).error
             assert error is not None and error["code"] == "invalid_training_file" and error["param"] == "training_file"
@@ -288,7 +288,7 @@ def test_the_real_child_refuses_by_line_and_a_cancel_kills_it(
             rows = [{"instruction": "Hi", "output": f"a{n}", "text": "x"} for n in range(3)] + [{"instruction": "Hi"}]
             asked = {"format": "alpaca", "skip_invalid": True, "train_on": "all"}
             good = w.submit("good", rows, **asked)
-            await w.until(lambda: good.id in w.started(), 120.0)
+            await w.until(lambda: good.id in w.started())
             job = w.store.jobs.require(good.id)
             assert job.dataset is not None and job.settings is not None and job.settings["batch_size"] == 3
             found = {key: job.dataset[key] for key in ("format", "examples", "skipped", "problems")}

@@ -20,6 +20,7 @@ from fineinfer.server.job_params import JobRequest
 from fineinfer.server.job_trackers import METRICS_FILE, TENSORBOARD_DIR, JobTrackers
 from fineinfer.store import JobRecord, JobStatus, Store
 
+from ..waiting import until
 from .jobs_world import checkpoint, progress, quick_child, run, world
 
 __all__ = ["quick_child"]  # a fixture
@@ -88,7 +89,10 @@ class Desk:
         assert not any(sink.is_alive() for sink in self.trackers._ending)
 
     def calls(self, kind: str) -> list[Any]:
-        return [json.loads(line) for line in (self.folder / f"{kind}.calls").read_text().splitlines()]
+        """What the package was told so far: nothing before it is imported; a line still being written is not there."""
+        path = self.folder / f"{kind}.calls"
+        written = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in written.splitlines(keepends=True) if line.endswith("\n")]
 
     def warnings(self, job: JobRecord) -> list[str]:
         return [event.message for event in self.store.jobs.events(job.id, limit=100)[0] if event.level == "warn"]
@@ -118,13 +122,6 @@ def gone(pid: int) -> bool:
         os.kill(pid, 0)
         return False
     return True
-
-
-def until(condition: Any, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -276,15 +273,14 @@ def test_a_tracker_that_hangs_holds_up_nothing(tmp_path: Path, monkeypatch: pyte
     desk = Desk(tmp_path, "init hangs")
     job = desk.job("wandb")
     desk.send(job, progress(job.id, 1))
-    until((tmp_path / "wandb.calls").exists)
-    pid = desk.calls("wandb")[0][3]
-    begun_s, step = time.monotonic(), 1
+    pid = until(lambda: desk.calls("wandb"))[0][3]
+    step = 1
     while not desk.warnings(job):  # its pipe fills up, then its queue
         step += 1
         desk.send(job, progress(job.id, step))
         time.sleep(0.001)
         assert step < 5000
-    assert "50 points behind" in desk.warnings(job)[0] and time.monotonic() - begun_s < 30
+    assert "50 points behind" in desk.warnings(job)[0]
     until(lambda: gone(pid))
     desk.end(job)
     assert len(desk.warnings(job)) == 1 and len(desk.lines(job)) == step
@@ -295,7 +291,7 @@ def test_a_tracker_that_does_not_finish_is_ended(tmp_path: Path, monkeypatch: py
     desk = Desk(tmp_path, "finish hangs")
     job = desk.job("trackio")
     desk.send(job, progress(job.id, 1))
-    until(lambda: (tmp_path / "trackio.calls").exists() and len(desk.calls("trackio")) == 2)
+    until(lambda: len(desk.calls("trackio")) == 2)
     desk.end(job)
     assert "did not finish within 0.3 s" in desk.warnings(job)[0] and gone(desk.calls("trackio")[0][3])
 
@@ -307,8 +303,7 @@ def test_the_server_stops_whatever_a_tracker_does(tmp_path: Path) -> None:
     begun_s = time.monotonic()
     desk.trackers.close(0.2)
     assert time.monotonic() - begun_s < 10
-    until((tmp_path / "wandb.calls").exists)
-    os.kill(desk.calls("wandb")[0][3], 9)  # in a server the parent's end does this
+    os.kill(until(lambda: desk.calls("wandb"))[0][3], 9)  # in a server the parent's end does this
 
 
 def test_watching_costs_the_loop_microseconds(tmp_path: Path) -> None:

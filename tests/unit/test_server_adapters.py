@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fineinfer.server.lora_modules import LoraModules
 from fineinfer.server.start_checks import StartError
 from fineinfer.store import JobRecord, JobStatus, NameTakenError, Store
 
+from ..waiting import LIMIT_S, until
 from .conftest import LiveServer
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -183,9 +183,8 @@ def test_of_two_loads_of_one_name_one_wins(live: LiveServer, tmp_path: Path) -> 
     statuses: list[int] = []
 
     def load(path: str) -> None:
-        import httpx
 
-        statuses.append(httpx.post(live.url + LOAD, json={"lora_name": "a", "lora_path": path}).status_code)
+        statuses.append(live.http.post(LOAD, json={"lora_name": "a", "lora_path": path}).status_code)
 
     threads = [threading.Thread(target=load, args=(name,)) for name in ("x", "y")]
     for thread in threads:
@@ -234,12 +233,9 @@ def test_an_engine_that_dies_while_it_checks_is_a_503_and_nothing_is_left(live: 
         target=lambda: answers.append(live.http.post(LOAD, json={"lora_name": "a", "lora_path": "a"}))
     )
     thread.start()
-    deadline = time.monotonic() + 10
-    while not live.client._checks:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: live.client._checks)
     live.engine.die()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert answers[0].status_code == 503
     assert list((tmp_path / "state/adapters").iterdir()) == []
 

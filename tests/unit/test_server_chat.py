@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,14 @@ import httpx
 import openai
 import pytest
 
+from ..waiting import LIMIT_S, until
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEXT = 'Hello wörld 🎉 "quoted" 漢字\n\ttab'
 
 
 def _sdk(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY", max_retries=0, timeout=LIMIT_S)
 
 
 def _events(response: httpx.Response) -> list[Any]:
@@ -118,9 +119,7 @@ def test_stop_strings_cut_text_and_usage(serve: Callable[..., Any], stream: bool
     ids = server.tokenizer.encode("hello world, stop here and more and more and more")
     cut = next(n for n in range(len(ids)) if "stop here" in server.tokenizer.decode(ids[:n]))
     assert usage["completion_tokens"] == cut
-    deadline = time.monotonic() + 5
-    while not server.engine.finished and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: server.engine.finished)
     assert [message.num_tokens for message in server.engine.finished] == [cut]
     assert server.client.num_open == 0
 

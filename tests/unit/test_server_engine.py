@@ -17,15 +17,10 @@ import pytest
 from fineinfer.messages import RequestOutput
 from fineinfer.server import engine_client
 
+from ..waiting import LIMIT_S, until
+
 CHAT = "/v1/chat/completions"
 BODY = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def _wait(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def _idle(server: Any) -> bool:
@@ -44,14 +39,14 @@ def test_clients_that_leave_leave_nothing_behind(serve: Callable[..., Any], stre
             pass
 
     async def run() -> None:
-        async with httpx.AsyncClient(timeout=20) as client:
+        async with httpx.AsyncClient(timeout=LIMIT_S) as client:
             await asyncio.gather(*(leave_after(0.02 * index, client) for index in range(60)))
 
     asyncio.run(run())
-    _wait(lambda: _idle(server), "a request leaked")
+    until(lambda: _idle(server), "a request leaked")
     assert len(server.engine.aborted) > 10
     server.script("still well")
-    assert httpx.post(server.url + CHAT, json=BODY).json()["choices"][0]["message"]["content"] == "still well"
+    assert server.http.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"] == "still well"
     state = server.app.state.services
     assert state.engine._open == {}
 
@@ -59,12 +54,12 @@ def test_clients_that_leave_leave_nothing_behind(serve: Callable[..., Any], stre
 def test_leaving_in_mid_stream_aborts_at_once(serve: Callable[..., Any]) -> None:
     server = serve(tick_s=0.002)
     server.script("x" * 200, end=False)
-    with httpx.stream("POST", server.url + CHAT, json={**BODY, "stream": True}) as response:
+    with server.http.stream("POST", CHAT, json={**BODY, "stream": True}) as response:
         lines = response.iter_lines()
         while "content" not in next(lines):
             pass
-    _wait(lambda: server.engine.aborted != [], "no abort")
-    _wait(lambda: _idle(server), "a request leaked")
+    until(lambda: server.engine.aborted != [], "no abort")
+    until(lambda: _idle(server), "a request leaked")
 
 
 def test_engine_death(serve: Callable[..., Any]) -> None:
@@ -73,7 +68,7 @@ def test_engine_death(serve: Callable[..., Any]) -> None:
     results: dict[str, Any] = {}
 
     def whole() -> None:
-        results["whole"] = httpx.post(server.url + CHAT, json=BODY, timeout=20)
+        results["whole"] = server.http.post(CHAT, json=BODY, timeout=LIMIT_S)
 
     def streamed() -> None:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
@@ -84,16 +79,16 @@ def test_engine_death(serve: Callable[..., Any]) -> None:
                 results["sdk"] = error
 
     def raw() -> None:
-        results["raw"] = httpx.post(server.url + CHAT, json={**BODY, "stream": True}, timeout=20).text
+        results["raw"] = server.http.post(CHAT, json={**BODY, "stream": True}, timeout=LIMIT_S).text
 
     threads = [threading.Thread(target=target) for target in (whole, streamed, raw)]
     for thread in threads:
         thread.start()
-    _wait(lambda: len(server.engine.open) == 3, "not all started")
+    until(lambda: len(server.engine.open) == 3, "not all started")
     time.sleep(0.1)
     server.engine.die()
     for thread in threads:
-        thread.join(5)
+        thread.join(LIMIT_S)
         assert not thread.is_alive(), "a request hangs"
     assert results["whole"].status_code == 503 and int(results["whole"].headers["retry-after"]) <= 30
     assert results["whole"].json()["error"]["code"] == "engine_overloaded"
@@ -101,18 +96,18 @@ def test_engine_death(serve: Callable[..., Any]) -> None:
     events = results["raw"].split("\n\n")
     assert events[-2] == "data: [DONE]" and set(json.loads(events[-3].removeprefix("data: "))) == {"error"}
 
-    refused = httpx.post(server.url + CHAT, json=BODY)
+    refused = server.http.post(CHAT, json=BODY)
     assert refused.status_code == 503 and "retry-after" in refused.headers
-    health = httpx.get(f"{server.url}/health")
+    health = server.http.get("/health")
     assert health.status_code == 503 and "retry-after" in health.headers
-    assert httpx.get(f"{server.url}/v1/models").status_code == 200
+    assert server.http.get("/v1/models").status_code == 200
 
     sent = len(server.engine.added)
     server.engine.come_back()
-    _wait(lambda: server.client.unavailable_reason() is None, "the new engine was not noticed")
+    until(lambda: server.client.unavailable_reason() is None, "the new engine was not noticed")
     assert len(server.engine.added) == sent, "a request for the dead engine reached the new one"
     server.script("back")
-    assert httpx.post(server.url + CHAT, json=BODY).json()["choices"][0]["message"]["content"] == "back"
+    assert server.http.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"] == "back"
 
 
 def test_engine_refusals_become_statuses(serve: Callable[..., Any]) -> None:
@@ -123,7 +118,7 @@ def test_engine_refusals_become_statuses(serve: Callable[..., Any]) -> None:
     ):  # fmt: skip
         server.engine.refuse = RequestOutput(request_id="", error_code=code, error_message="No.", error_param="x")
         for stream in (False, True):
-            response = httpx.post(server.url + CHAT, json={**BODY, "stream": stream})
+            response = server.http.post(CHAT, json={**BODY, "stream": stream})
             assert response.status_code == status
             error = response.json()["error"]
             assert (error["code"], error["message"], error["param"]) == (code, "No.", "x")
@@ -133,19 +128,19 @@ def test_engine_refusals_become_statuses(serve: Callable[..., Any]) -> None:
 
 def test_health_sees_a_stuck_engine(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve(tick_s=0.02)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.http.get("/health").status_code == 200
     monkeypatch.setattr(engine_client, "MAX_SILENCE_S", 1.5)
     server.engine.answer_pings = False
-    _wait(lambda: httpx.get(f"{server.url}/health").status_code == 503, "silence was not noticed")
+    until(lambda: server.http.get("/health").status_code == 503, "silence was not noticed")
     server.engine.answer_pings = True
-    _wait(lambda: httpx.get(f"{server.url}/health").status_code == 200, "the answer was not noticed")
+    until(lambda: server.http.get("/health").status_code == 200, "the answer was not noticed")
     server.engine.progress_moves = False
     time.sleep(2.6)
-    assert httpx.get(f"{server.url}/health").status_code == 200  # nothing waits
+    until(lambda: server.http.get("/health").status_code == 200, "nothing waits, so nothing is late")
     server.script("z" * 240, end=False)
-    with httpx.stream("POST", server.url + CHAT, json={**BODY, "stream": True}):
-        _wait(lambda: httpx.get(f"{server.url}/health").status_code == 503, "no progress was not noticed")
-    _wait(lambda: httpx.get(f"{server.url}/health").status_code == 200, "an idle engine is well")
+    with server.http.stream("POST", CHAT, json={**BODY, "stream": True}):
+        until(lambda: server.http.get("/health").status_code == 503, "no progress was not noticed")
+    until(lambda: server.http.get("/health").status_code == 200, "an idle engine is well")
 
 
 def test_models_and_adapters(serve: Callable[..., Any]) -> None:
@@ -170,7 +165,7 @@ def test_models_and_adapters(serve: Callable[..., Any]) -> None:
         with pytest.raises(openai.PermissionDeniedError):
             client.models.delete("base")
         assert client.models.delete("tone").deleted is True
-        _wait(lambda: server.engine.store_changes == 1, "the supervisor was not told")
+        until(lambda: server.engine.store_changes == 1, "the supervisor was not told")
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("tone")
 
@@ -198,8 +193,8 @@ def test_an_adapter_in_training_is_not_deleted(serve: Callable[..., Any], monkey
 def test_metrics(serve: Callable[..., Any]) -> None:
     server = serve(metrics_prefix="vllm:")
     server.script("hello")
-    assert httpx.post(server.url + CHAT, json=BODY).status_code == 200
-    text = httpx.get(f"{server.url}/metrics").text
+    assert server.http.post(CHAT, json=BODY).status_code == 200
+    text = server.http.get("/metrics").text
     labels = '{engine="0",model_name="base"}'
     for line in (
         f"vllm:time_to_first_token_seconds_count{labels} 1.0",

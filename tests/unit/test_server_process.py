@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+
+from ..waiting import LIMIT_S, until
 
 ORPHAN = """
 import subprocess, sys, time
@@ -47,7 +48,7 @@ def worker(tmp_path: Path, tiny_tokenizer: Any, fake_engine: Any) -> Iterator[An
     command = [sys.executable, "-m", "fineinfer.server.api_process", str(path)]
     process = subprocess.Popen(command, pass_fds=(listener.fileno(),), env=environment)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    _wait_for(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 200, 60.0)
+    until(lambda: httpx.get(f"{url}/health", timeout=LIMIT_S).status_code == 200)
     yield process, url
     listener.close()
     process.kill()
@@ -61,25 +62,18 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _wait_for(condition: Any, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_sigterm_drains_and_exits_0(worker: Any, fake_engine: Any) -> None:
     process, url = worker
     endless = [5] * 250
     fake_engine.tick_s, fake_engine.script = 0.05, lambda request: endless
     body = {"model": "base", "prompt": "a", "max_tokens": 250, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
     assert "error" in rest[-2] and rest[-1] == "data: [DONE]"
-    assert process.wait(10) == 0
+    assert process.wait(LIMIT_S) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's parent-death signal")
@@ -89,7 +83,7 @@ def test_dies_with_its_parent() -> None:
         pid = int(parent.stdout.readline())
         assert _alive(pid)
         parent.kill()
-        _wait_for(lambda: not _alive(pid), 5.0)
+        until(lambda: not _alive(pid))
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -87,11 +86,9 @@ def test_no_half_characters_and_no_delay(tiny_tokenizer: Any) -> None:
 
 def test_endless_invalid_bytes_cost_linear_time(tiny_tokenizer: Any) -> None:
     invalid = tiny_tokenizer.convert_tokens_to_ids("È")  # byte 0xC8: always waits for a second byte
-    ids = [invalid] * 4000
-    start = time.perf_counter()
-    text = _stream(tiny_tokenizer, ids)
-    assert time.perf_counter() - start < 2.0  # holding all of them took 7 s
-    assert text == "\ufffd" * 4000
-    skipped = Detokenizer(tiny_tokenizer)
-    assert "".join(skipped.step(tiny_tokenizer.eos_token_id) for _ in range(4000)) == ""
-    assert len(skipped._held) < 32
+    for token_id, text in ((invalid, "\ufffd" * 4000), (tiny_tokenizer.eos_token_id, "")):
+        detokenizer, pieces, most_held = Detokenizer(tiny_tokenizer), [], 0
+        for _ in range(4000):
+            pieces.append(detokenizer.step(token_id))
+            most_held = max(most_held, len(detokenizer._held))  # each step decodes all of them again
+        assert "".join(pieces) + detokenizer.flush() == text and most_held < 32

@@ -27,6 +27,8 @@ from fineinfer.training.errors import TrainingError
 from fineinfer.training.trainer import Trainer
 from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 
+from ..waiting import LIMIT_S
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 24, "intermediate_size": 40,
@@ -370,7 +372,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     may_write, real = threading.Event(), TrainerCheckpoints._save
 
     def save(self: Any, *args: Any) -> None:
-        assert may_write.wait(20)
+        assert may_write.wait(LIMIT_S)
         real(self, *args)
 
     monkeypatch.setattr(TrainerCheckpoints, "_save", save)
