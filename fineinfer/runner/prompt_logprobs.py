@@ -22,6 +22,8 @@ def wants_prompt_logprobs(chunk: Chunk) -> bool:
 def collect_prompt_logprobs(decoder: Decoder, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
     """Append to the sequences' ``prompt_logprobs``.
 
+    A prompt that runs again, after a preemption or a step that broke, may be cut into other chunks: what is known stays.
+
     Args:
         decoder: For its head.
         chunks: In row order.
@@ -31,12 +33,12 @@ def collect_prompt_logprobs(decoder: Decoder, chunks: Iterable[Chunk], hidden: t
     for chunk in chunks:
         sequence = chunk.sequence
         num_top = sequence.sampling.prompt_logprobs
-        # after a preemption the prompt runs again, but its entries are complete already
-        if num_top is not None and chunk.start + 1 >= max(1, len(sequence.prompt_logprobs)):
+        if num_top is not None:
             if not sequence.prompt_logprobs:
                 sequence.prompt_logprobs.append(None)
+            unknown = max(chunk.start, len(sequence.prompt_logprobs) - 1)  # row n tells of token n + 1
             stop = min(chunk.start + chunk.length, len(sequence.prompt) - 1)
-            for start in range(chunk.start, stop, LOGIT_ROWS):
+            for start in range(unknown, stop, LOGIT_ROWS):
                 end = min(start + LOGIT_ROWS, stop)
                 rows = hidden[first + start - chunk.start : first + end - chunk.start]
                 targets = sequence.prompt[start + 1 : end + 1]

@@ -65,6 +65,29 @@ def test_preempted_requests_give_the_tokens_of_a_quiet_engine(make):
     assert {tight.reason(name) for name in PROMPTS} == {"stop"}
 
 
+def test_a_prompt_that_is_cut_in_other_places_when_it_runs_again_keeps_its_log_probabilities(make):
+    prompt = [5 + (11 * i) % 90 for i in range(60)]
+    asked = {"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 1, "priority": 1}
+    quiet = make(max_num_batched_tokens=16)
+    quiet.add("r", **asked)
+    quiet.run()
+    tight = make(max_num_batched_tokens=16, kv_cache_memory_bytes=110 * BYTES_PER_SLOT)
+    tight.add("decodes beside the first chunks only", [7, 8, 9], max_tokens=6)
+
+    def come(turn: int) -> None:
+        if turn == 1:
+            tight.add("r", **asked)
+        if turn == 3:
+            tight.add("takes its slots", [9 + i % 70 for i in range(90)], max_tokens=4)
+
+    tight.run(come)
+    assert tight.parts.scheduler.num_preemptions == 1
+    got, want = (harness.outputs["r"][0].prompt_logprobs for harness in (tight, quiet))
+    assert [entry and entry.token_id for entry in got] == [None, *prompt[1:]]
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
 def test_shrinking_and_growing_while_requests_run_changes_no_token(make):
     want = alone(make, max_tokens=60)
     moving = make(kv_cache_memory_bytes=2000 * BYTES_PER_SLOT, max_num_batched_tokens=512)
