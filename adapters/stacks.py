@@ -72,6 +72,7 @@ class AdapterStacks:
             for block, s in self._blocks.items()
             for layer in range(shape.num_layers)
         }
+        self._filled: torch.cuda.Event | None = None  # the newest fill
         self._scales = {name: [[0.0] * num_slots for _ in range(shape.num_layers)] for name in MODULES}
 
     @property
@@ -86,7 +87,19 @@ class AdapterStacks:
         The slot counts as empty (rank 0) until its weights are complete. An adapter of the layout that the slot holds,
         as the next version of a name has it, only overwrites its matrices: the padding, four times as large for ranks
         of 16 in slots for 64, is zero already.
+
+        It is queued on the current stream behind every earlier fill, whose stream may be another: one that serves fills
+        a slot that training took the next moment, while the step before it still runs.
         """
+        if self._filled is not None:
+            self._filled.wait()  # type: ignore[no-untyped-call]
+        try:
+            self._write(slot, weights)
+        finally:
+            if self._device.type == "cuda":
+                self._filled = torch.cuda.current_stream(self._device).record_event()
+
+    def _write(self, slot: int, weights: LoraWeights) -> None:
         layout, held = weights.layout, self._layouts[slot]
         same = held is not None and (held is layout or held.blocks == layout.blocks)
         if not same:
@@ -128,8 +141,13 @@ class AdapterStacks:
                     settings[0, layer, names.index(module.name)] = module.rank
                     settings[1, layer, names.index(module.name)] = module.scaling
                     self._scales[module.name][layer][slot] = module.scaling
-            stack.scales[:, slot].copy_(settings[1])
-            stack.ranks[:, slot].copy_(settings[0])
+            stack.scales[:, slot].copy_(self._to_device(settings[1]))
+            stack.ranks[:, slot].copy_(self._to_device(settings[0].int()))
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)  # a plain copy would wait for the stream
 
     def block(self, layer: int, block: str) -> BlockStack:
         """One fused block of one layer, for the grouped kernels."""

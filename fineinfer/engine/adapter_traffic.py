@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -92,11 +93,17 @@ class AdapterTraffic:
 
 @dataclass
 class _Copy:
-    """Weights on their way into a slot; ``done`` and ``finite`` are on the device."""
+    """Weights on their way into a slot; ``largest``, their largest absolute value, is on the host once ``done``."""
 
     entry: AdapterVersion
-    finite: torch.Tensor
+    largest: torch.Tensor
     done: torch.cuda.Event | None
+
+
+def _send_largest(flat: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value, or what is not finite, on its way to the host; needs no memory of ``flat``'s size."""
+    norm = torch.linalg.vector_norm(flat, float("inf"))
+    return torch.empty_like(norm, device="cpu", pin_memory=norm.is_cuda).copy_(norm, non_blocking=True)
 
 
 class LiveAdapter:
@@ -150,22 +157,21 @@ class LiveAdapter:
         entry = AdapterVersion(job.name, step, f"live-{job.job_id}-{step}{run}", None)
         weights = trainer.serving_weights
         with torch.inference_mode(), torch.cuda.stream(trainer.stream):  # of None: the current one
-            if not self._adapters.place(entry.version, weights):
-                return False  # every slot is in use: the next update has another chance
-            finite = torch.isfinite(weights.flat).all()
-            done = torch.cuda.Event() if finite.is_cuda else None  # type: ignore[no-untyped-call]
-            if done is not None:
-                done.record()  # type: ignore[no-untyped-call]
-        self._step, self._copy = step, _Copy(entry, finite, done)
+            largest = _send_largest(weights.flat)  # before a slot is taken, as it may fail
+            done = torch.cuda.Event() if weights.flat.is_cuda else None  # type: ignore[no-untyped-call]
+            if self._adapters.place(entry.version, weights):  # else every slot is in use: there will be another chance
+                self._step, self._copy = step, _Copy(entry, largest, done)
+                if done is not None:
+                    done.record()  # type: ignore[no-untyped-call]
         took_s = time.perf_counter() - started_s
         self._not_before_s = time.perf_counter() + took_s * (1 / LIVE_COST - 1)
-        return self._serve(self._copy)
+        return self._copy is not None and self._serve(self._copy)
 
     def _serve(self, copy: _Copy) -> bool:
         if copy.done is not None and not copy.done.query():  # type: ignore[no-untyped-call]
             return False
         self._copy = None
-        if not bool(copy.finite):
+        if not math.isfinite(copy.largest.item()):
             logger.warning("%s is not served: the adapter is not finite", copy.entry.version)
             self._adapters.release(copy.entry.version)
             return False

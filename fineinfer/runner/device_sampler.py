@@ -177,7 +177,7 @@ class DeviceSampler:
         if not rows:
             return SampledRows(self._to_host(chosen), [], [], None, None)
         tops = [sequences[row].sampling.logprobs or 0 for row in rows]
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        index = self._to_device(np.array(rows, dtype=np.int64))
         # of the distribution before penalties and truncation
         logprobs = torch.log_softmax(logits.index_select(0, index).float(), dim=-1)
         own = logprobs.gather(1, chosen[0].index_select(0, index).long()[:, None])

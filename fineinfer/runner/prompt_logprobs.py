@@ -22,7 +22,7 @@ def wants_prompt_logprobs(chunk: Chunk) -> bool:
 def collect_prompt_logprobs(decoder: Decoder, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
     """Append to the sequences' ``prompt_logprobs``.
 
-    A prompt that runs again, after a preemption or a step that broke, may be cut into other chunks: what is known stays.
+    A prompt that runs again, after a preemption or a broken step, may be cut into other chunks: what is known stays.
 
     Args:
         decoder: For its head.

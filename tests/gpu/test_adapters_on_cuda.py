@@ -9,7 +9,11 @@ import msgspec
 import pytest
 import torch
 
+from fineinfer.adapters.stacks import AdapterStacks
+from fineinfer.adapters.weights import LoraLayout, LoraWeights
 from fineinfer.engine import adapter_traffic
+from fineinfer.messages import LoraSpec
+from fineinfer.model.loader import read_spec
 
 from ..unit.engine_harness import Harness, publish
 from ..unit.training_job import SETTINGS, write_job
@@ -52,3 +56,36 @@ def test_live_weights_are_those_of_the_update_they_are_named_after(
         adapters.release(f"live-job-{trainer.step}")
     assert adapters.reader.versions(), "what was read on the thread is kept in host memory"
     harness.close()
+
+
+def test_fills_of_one_slot_from_two_streams_keep_their_order(embedded_model: Path) -> None:
+    """The first is queued behind a step on the serving stream; the second, of training's stream, must not pass it."""
+    device, (spec, _) = torch.device("cuda"), read_spec(embedded_model)
+    stacks = AdapterStacks(spec, 2, 8, torch.bfloat16, device)
+    layout = LoraLayout.uniform(spec, LoraSpec(r=8))
+    older, newer = (LoraWeights.init(layout, torch.bfloat16, device, seed) for seed in (1, 2))
+    stacks.fill(1, older)  # so that both below have nothing to do but to copy
+    training = torch.cuda.Stream()
+    training.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(200_000_000)  # 0.1 s
+    stacks.fill(1, older)
+    with torch.cuda.stream(training):
+        stacks.fill(1, newer)
+    torch.cuda.synchronize()
+    for module in layout.modules():
+        assert torch.equal(stacks.a(module.layer, module.name)[1, : module.rank], newer.a(module))
+        assert torch.equal(stacks.b(module.layer, module.name)[1, :, : module.rank], newer.b(module))
+
+
+def test_a_fill_of_another_layout_does_not_wait_for_the_device(embedded_model: Path) -> None:
+    device, (spec, _) = torch.device("cuda"), read_spec(embedded_model)
+    stacks = AdapterStacks(spec, 2, 8, torch.bfloat16, device)
+    weights = [LoraWeights.init(LoraLayout.uniform(spec, LoraSpec(r=r)), torch.bfloat16, device, r) for r in (4, 8)]
+    stacks.fill(0, weights[0])  # pinned memory is there from now on
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # 1 s
+    busy = torch.cuda.Event()
+    busy.record()
+    stacks.fill(0, weights[1])
+    assert not busy.query(), "the host waited for what ran before"
+    torch.cuda.synchronize()

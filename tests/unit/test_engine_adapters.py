@@ -280,8 +280,9 @@ def test_a_live_job_that_pauses_and_goes_on_is_served_again(
     assert harness.parts.adapters.num_pinned() == 0
 
 
+@pytest.mark.parametrize("where", ["norm", "place"])
 def test_live_serving_that_breaks_leaves_the_engine_and_the_job_alone(
-    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     harness = make()
     told = Told(harness)
@@ -291,8 +292,10 @@ def test_live_serving_that_breaks_leaves_the_engine_and_the_job_alone(
     def broken(*_: Any) -> bool:
         raise RuntimeError("a copy that breaks")
 
-    monkeypatch.setattr(harness.parts.adapters, "place", broken)
+    broken_part = (adapter_traffic, "_send_largest") if where == "norm" else (harness.parts.adapters, "place")
+    monkeypatch.setattr(*broken_part, broken)
     train_until(harness, 99)
+    assert harness.parts.adapters.num_pinned() == 0
     assert [ended.status for ended in told.of(JobEnded)] == ["succeeded"] and serving(harness) is None
     assert len(told.of(JobCheckpoint)) > 1
 
