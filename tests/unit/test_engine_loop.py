@@ -147,7 +147,7 @@ def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch,
 
     def ask(name: str, prompt: list[int], **how: object) -> tuple[list[int], int]:
         harness.outputs.clear()
-        harness.add(name, prompt, max_tokens=5, **how)
+        harness.add(name, prompt, max_tokens=3, **how)
         harness.run()
         return harness.tokens(name), harness.outputs[name][0].cached_tokens
 
@@ -162,7 +162,7 @@ def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch,
     assert ask("salted", prompt, salt="tenant") == (want, 0)
     assert ask("logprobs", prompt, prompt_logprobs=0) == (want, 0)
     off = make(attention_backend=backend, no_enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=64)
-    off.add("turn 2", [*prompt, *want, 7], max_tokens=5)
+    off.add("turn 2", [*prompt, *want, 7], max_tokens=3)
     off.run()
     assert off.tokens("turn 2") == longer and off.parts.ladder._kv.num_used == 0
 
@@ -242,7 +242,7 @@ class RunAgain(StepGraphs):
         return self._forward(key)
 
 
-NUM_TOKENS = 10  # the interpreter takes a second for a step
+NUM_TOKENS = 7  # the interpreter takes a second for a step
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding rows hold anything, the interpreter's numpy remarks it
@@ -250,26 +250,29 @@ NUM_TOKENS = 10  # the interpreter takes a second for a step
 def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path, monkeypatch, captured):
     """One step in flight, tokens fed on the device, adapters and every sampling parameter at once."""
     monkeypatch.setattr(attention_decode, "TARGET_PROGRAMS", 8)  # the interpreter pays for every program
-    asked = {
-        "greedy": {"prompt": PROMPTS["r0"]},
-        "drawn": {"prompt": PROMPTS["r1"], "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
+    asked = {  # the first alone, then four at once: the last comes when the adapted one has gone
         "penalized": {
             "prompt": PROMPTS["r2"], "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3,
             "logit_bias": {5: 2.0}, "min_tokens": NUM_TOKENS, "ignore_eos": False, "prompt_logprobs": 1,
         },
+        "greedy": {"prompt": PROMPTS["r0"]},
         "stopped": {"prompt": PROMPTS["r0"], "stop_token_ids": (61,)},
-        "adapted": {"prompt": PROMPTS["r3"], "adapter": "a"},
+        "adapted": {"prompt": PROMPTS["r3"], "adapter": "a", "max_tokens": 3},
+        "drawn": {"prompt": PROMPTS["r1"], "temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9, "logprobs": 2},
     }  # fmt: skip
 
     def run(**settings: object) -> Harness:
         harness = make(max_num_seqs=4, max_num_batched_tokens=64, **settings)
         if captured and settings:
             runner = harness.parts.runner
-            runner.warm_up()
+            runner._logits = torch.empty(4, 97)  # capturing makes it
             runner._graphs = RunAgain(runner._enter_padding, runner._captured_step, 4, 64)
         publish(harness, "a", tmp_path / "one", 1)
+        harness.loop.step()
         for name, params in asked.items():
             harness.add(name, **({"max_tokens": NUM_TOKENS} | params))
+            if name == "penalized":
+                harness.loop.step()
         harness.run()
         return harness
 
