@@ -21,7 +21,8 @@ Handle = Any  # the driver's own object
 
 MIN_HANDLE_BYTES, MAX_HANDLE_BYTES = 8 << 20, 64 << 20
 HANDLES_PER_RANGE = 64  # a range is resized in steps of this share of itself
-RETRY_S = 0.25  # after the driver had no memory left it is not asked again for this long
+RETRY_S = 0.25  # after the device had no memory left it is not asked again for this long
+MAX_RETRY_DOUBLINGS = 4  # and after each further refusal in a row for twice as long, 4 s in the end
 
 
 class CudaDriverError(RuntimeError):
@@ -49,6 +50,9 @@ class MemoryDriver(Protocol):
 
     def release(self, handle: Handle) -> None:
         """Return the memory of a handle that is mapped nowhere."""
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody holds, also not as a cache."""
 
     def map(self, address: int, handles: Sequence[Handle], handle_bytes: int) -> None:
         """Map handles one behind the other from ``address`` on, readable and writable; all or none."""
@@ -151,6 +155,10 @@ class CudaDriver:
         """See ``MemoryDriver``."""
         self._call("cuMemRelease", handle)
 
+    def free_bytes(self) -> int:
+        """See ``MemoryDriver``."""
+        return int(self._call("cuMemGetInfo"))
+
     def map(self, address: int, handles: Sequence[Handle], handle_bytes: int) -> None:
         """See ``MemoryDriver``."""
         done = 0
@@ -226,7 +234,10 @@ class HandleStore:
         self.driver, self.handle_bytes = driver, handle_bytes
         self._max_idle, self._clock = max_idle, clock
         self._idle: list[Handle] = []
+        self._num_refusals = 0  # in a row
         self._ask_again_s = 0.0
+        self._num_looks = 0  # until the device is asked again, even if nobody has given memory back
+        self._free_bytes = 0  # of the device, when it refused
         _at_death(self, _release, driver, self._idle)
 
     @property
@@ -236,21 +247,44 @@ class HandleStore:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the device had no memory left a moment ago, so that asking again is no use yet."""
-        return self._clock() < self._ask_again_s
+        """Whether the device had no memory left, and has not got any back since, so that asking again is no use yet."""
+        if self._clock() < self._ask_again_s:
+            return True
+        if self._num_looks:
+            if self.driver.free_bytes() < self._free_bytes + self.handle_bytes:
+                self._num_looks -= 1
+                self._ask_again_s = self._clock() + RETRY_S
+                return True
+            self._num_looks = 0
+        return False
+
+    def refuse(self) -> None:
+        """Note that the device had no memory left."""
+        self._num_looks = (1 << min(self._num_refusals, MAX_RETRY_DOUBLINGS)) - 1
+        self._num_refusals += 1
+        self._ask_again_s, self._free_bytes = self._clock() + RETRY_S, self.driver.free_bytes()
+
+    def forget_refusals(self) -> None:
+        """Let the device be asked again at once: a growth got all it asked for, or this process gave memory back."""
+        self._num_refusals = self._num_looks = 0
+        self._ask_again_s = 0.0
 
     def stock(self, count: int) -> int:
-        """Create handles until ``count`` are idle or the device has no memory left; how many are idle."""
-        asked_twice = False
+        """Create handles until ``count`` are idle or the device has no memory left; how many are idle.
+
+        What this process has cached is returned before the 1st, 2nd, 4th, 8th ... refusal in a row only: that waits for
+        the device and makes the next micro-batch allocate anew.
+        """
+        may_reclaim = self._num_refusals & (self._num_refusals + 1) == 0
         while len(self._idle) < count and not self.is_refused:
             handle = self.driver.create(self.handle_bytes)
             if handle is not None:
                 self._idle.append(handle)
-            elif asked_twice:
-                self._ask_again_s = self._clock() + RETRY_S
-            else:
+            elif may_reclaim:
                 self.driver.reclaim()
-                asked_twice = True
+                may_reclaim = False
+            else:
+                self.refuse()
         return len(self._idle)
 
     def take(self, count: int) -> list[Handle]:

@@ -73,9 +73,7 @@ class KVCache:
     @property
     def num_cached(self) -> int:
         """Slots that only the prefix cache holds."""
-        if self.prefixes is None:
-            return 0
-        return int(np.count_nonzero(self.allocator.references(self.prefixes.slots()) == 1))
+        return self.allocator.num_cached
 
     @property
     def num_free_rows(self) -> int:
@@ -278,7 +276,8 @@ class KVCache:
             if (start is not None) != is_run or (is_run and start != slots[0]):
                 raise IntegrityError(f"row {row} has slots {slots.tolist()} but run {self.run(row)}")
         if self.prefixes is not None:
-            np.add.at(references, self.prefixes.slots(), 1)
+            self.prefixes.check_integrity()
+        references[self.allocator.kept()] += 1
         if not np.array_equal(references, self.allocator.references(range(self.max_slots))):
             raise IntegrityError("references do not match the rows")
         if self.allocator.stranded().size:
@@ -348,7 +347,7 @@ class KVCache:
         new_slot = np.arange(self.max_slots, dtype=np.int32)
         new_slot[source] = target
         if self.prefixes is not None:
-            self.prefixes.rename(new_slot)
+            self.prefixes.rename(source, new_slot)
         for row in self.table.open_rows():
             slots = self.slots(row)
             renamed = new_slot[slots]

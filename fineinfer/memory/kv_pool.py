@@ -151,17 +151,22 @@ class KVPool:
                 for buffer in self._buffers:
                     buffer.shrink((self._num_steps - fewer) * self._step)
                 self._num_steps = fewer
+                if self._store is not None:
+                    self._store.forget_refusals()
         return self.num_slots
 
     def release_idle(self) -> None:
         """Give back handles that were kept for the next growth."""
-        if self._store is not None:
+        if self._store is not None and self._store.idle_bytes:
             self._store.release_idle()
+            self._store.forget_refusals()
 
     def _grow(self, num_steps: int) -> int:
         """Map steps in every layer alike; how many the device had memory for."""
+        wanted = num_steps
         if self._store is not None:  # all memory first, so that no layer gets what another then lacks
             num_steps = min(num_steps, self._store.stock(num_steps * len(self._buffers)) // len(self._buffers))
+        stocked = num_steps
         grown: list[ElasticBuffer] = []
         for buffer in self._buffers:
             if not num_steps or not buffer.grow(num_steps * self._step):
@@ -177,6 +182,10 @@ class KVPool:
                     self._store.driver.zero(layer[self.num_slots : self.num_slots + 1])
             self._store.give([])
             self._store.driver.settle()
+            if num_steps == wanted:
+                self._store.forget_refusals()
+            elif num_steps < stocked:  # no memory for page tables
+                self._store.refuse()
         return num_steps
 
     def move(self, src: SlotIds, dst: SlotIds) -> None:

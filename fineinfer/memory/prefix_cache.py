@@ -3,33 +3,44 @@
 The tree shares slots with rows by reference count: it takes a reference of its own to what a closed row leaves, and a
 new row takes one to what it finds. A slot that only the tree holds can be evicted, least recently used ends first.
 Trees are kept apart by a key (adapter version, salt of the tenant), so nothing computed by other weights is found.
+No call goes through all nodes, apart from the audit: a large pool holds tens of thousands.
 Source of the tree: RadixAttention (Zheng et al., SGLang, 2024).
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fineinfer.memory.slot_allocator import SlotAllocator, Slots
+from fineinfer.memory.slot_allocator import IntegrityError, SlotAllocator, Slots
 
-MIN_EVICTED = 128  # slots freed at once, if there are so many: finding the oldest walks the tree
+MIN_EVICTED = 128  # slots freed at once, if there are so many: a call takes 0.1 ms even for one
 Tokens = NDArray[np.int32]
 
 
+class _Root:
+    """Where the prefixes of one key begin; it has a node below it as long as it is there."""
+
+    __slots__ = ("children", "key")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.children: dict[int, _Node] = {}
+
+
 class _Node:
-    """An edge of the tree and what follows it; a root's edge is empty."""
+    """An edge of the tree and what follows it. Its arrays are its own: a view would keep all of a longer one alive."""
 
-    __slots__ = ("children", "last_used", "parent", "slots", "tokens")
+    __slots__ = ("children", "number", "parent", "slots", "tokens")
 
-    def __init__(self, tokens: Tokens, slots: Slots, parent: _Node | None) -> None:
+    def __init__(self, number: int, tokens: Tokens, slots: Slots, parent: _Root | _Node) -> None:
+        self.number = number  # given once
         self.tokens, self.slots, self.parent = tokens, slots, parent
         self.children: dict[int, _Node] = {}
-        self.last_used = 0
 
 
 class PrefixCache:
@@ -44,17 +55,22 @@ class PrefixCache:
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self._roots: dict[Hashable, _Node] = {}
-        self._clock = itertools.count(1)
+        self._roots: dict[Hashable, _Root] = {}
+        # By number, the longest unused node first and each behind all that follow it in the tree: ends come first.
+        self._nodes: OrderedDict[int, _Node] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._node_of = np.zeros(
+            allocator.capacity, dtype=np.int64
+        )  # by slot; of one that is not kept it means nothing
         self.num_slots = 0
 
     def match(self, key: Hashable, tokens: Tokens) -> Slots:
         """Slots of the longest known prefix of ``tokens``, in order; the caller takes its own references."""
-        found: list[Slots] = []
-        for node, common in self._walk(key, tokens):
-            node.last_used = next(self._clock)
-            found.append(node.slots[:common])
-        return np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+        path = list(self._walk(key, tokens))
+        if not path:
+            return np.empty(0, dtype=np.int32)
+        self._touch(path[-1][0])
+        return np.concatenate([node.slots[:common] for node, common in path])
 
     def insert(self, key: Hashable, tokens: Tokens, slots: Slots) -> None:
         """Keep a prefix: a reference to each slot whose token is new to the tree.
@@ -66,18 +82,19 @@ class PrefixCache:
         """
         if len(tokens) == 0:
             return
-        root = self._roots.setdefault(key, _Node(tokens[:0], slots[:0], None))
-        node, known = root, 0
-        for child, common in self._walk(key, tokens):
-            child.last_used = next(self._clock)
-            node = child if common == len(child.tokens) else self._split(child, common)
-            known += common
+        path = list(self._walk(key, tokens))
+        known = sum(common for _, common in path)
+        self._allocator.keep(slots[known:])
+        self.num_slots += len(slots[known:])
+        parent: _Root | _Node
+        if path:
+            last, common = path[-1]
+            parent = last if common == len(last.tokens) else self._split(last, common)
+            self._touch(last)
+        else:
+            parent = self._roots.setdefault(key, _Root(key))
         if known < len(tokens):
-            leaf = _Node(tokens[known:].copy(), slots[known:].copy(), node)
-            leaf.last_used = next(self._clock)
-            node.children[int(tokens[known])] = leaf
-            self._allocator.share(leaf.slots)
-            self.num_slots += len(leaf.slots)
+            self._touch(self._add(tokens[known:], slots[known:], parent))
 
     def evict(self, num_slots: int) -> int:
         """Free slots that nothing else holds, from the ends of the longest unused prefixes.
@@ -89,81 +106,114 @@ class PrefixCache:
             How many were freed: at least ``num_slots`` if there are so many.
         """
         wanted, freed = max(num_slots, MIN_EVICTED), 0
-        leaves = [(node.last_used, id(node), node) for node in self._nodes() if not node.children]
-        heapq.heapify(leaves)
-        while leaves and freed < wanted:
-            _, _, node = heapq.heappop(leaves)
-            held = np.flatnonzero(self._allocator.references(node.slots) > 1)
-            keep = max(int(held[-1]) + 1 if len(held) else 0, len(node.slots) - (wanted - freed))
-            freed += self._cut(node, keep)
-            parent = node.parent
-            if keep == 0 and parent is not None and parent.parent is not None and not parent.children:
-                heapq.heappush(leaves, (parent.last_used, id(parent), parent))
+        if not self._allocator.num_cached:
+            return 0
+        cut: list[_Node] = []
+        gone: list[Slots] = []
+        for node in self._nodes.values():
+            if node.children:
+                continue  # a row holds what follows
+            end = node.slots[freed - wanted :]
+            held = np.flatnonzero(self._allocator.references(end) > 1)
+            num_cut = len(end) - (int(held[-1]) + 1 if len(held) else 0)
+            if num_cut:
+                gone.append(node.slots[-num_cut:])
+                freed += num_cut
+                if num_cut == len(node.slots):
+                    self._unlink(node)
+                    cut.append(node)
+                else:
+                    node.tokens, node.slots = node.tokens[:-num_cut].copy(), node.slots[:-num_cut].copy()
+                if freed == wanted:
+                    break
+        for node in cut:
+            del self._nodes[node.number]
+        self._drop(gone)
         return freed
 
     def forget(self, key: Hashable) -> None:
         """Drop a whole tree, as after keys and values that are not finite: what rows hold too stays theirs alone."""
         root = self._roots.pop(key, None)
-        for node in self._nodes([] if root is None else [root]):
-            self._allocator.free(node.slots)
-            self.num_slots -= len(node.slots)
+        below = [] if root is None else list(root.children.values())
+        for node in below:  # grows
+            below.extend(node.children.values())
+            del self._nodes[node.number]
+        self._drop([node.slots for node in below])
 
-    def rename(self, new_slot: Slots) -> None:
-        """Follow a move: slot s is now ``new_slot[s]``."""
-        for node in self._nodes():
-            node.slots = new_slot[node.slots]
+    def rename(self, moved: Slots, new_slot: Slots) -> None:
+        """Follow a move: slot s, if it is one of ``moved``, is now ``new_slot[s]``."""
+        numbers = self._node_of[moved]
+        for number in np.unique(numbers).tolist():
+            node = self._nodes.get(number)  # None, or one that stays as it is, for slots that only rows hold
+            if node is not None:
+                node.slots = new_slot[node.slots]
+        self._node_of[new_slot[moved]] = numbers
 
-    def slots(self) -> Slots:
-        """All slots of the tree, each once."""
-        parts = [node.slots for node in self._nodes()]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless tree, order, slots and allocator agree."""
+        passed: set[int] = set()
+        for number, node in self._nodes.items():
+            followed = all(child.number in passed for child in node.children.values())
+            if not followed or node.parent.children.get(int(node.tokens[0])) is not node:
+                raise IntegrityError(f"node {number} is not linked, or comes before what follows it")
+            if len(node.tokens) != len(node.slots) or (self._node_of[node.slots] != number).any():
+                raise IntegrityError(f"node {number} does not own its slots")
+            if node.tokens.base is not None or node.slots.base is not None:
+                raise IntegrityError(f"node {number} keeps an array alive that is not its own")
+            passed.add(number)
+        above: list[_Root | _Node] = [*self._roots.values(), *self._nodes.values()]
+        is_empty = any(not root.children for root in self._roots.values())
+        if is_empty or sum(len(one.children) for one in above) != len(passed):
+            raise IntegrityError("the trees have other nodes than are known, or a root has none")
+        slots = np.sort(np.concatenate([np.empty(0, dtype=np.int32), *(node.slots for node in self._nodes.values())]))
+        if self.num_slots != len(slots) or not np.array_equal(slots, self._allocator.kept()):
+            raise IntegrityError("the trees hold other slots than are kept")
 
     # ---------------------------------------------------------------- inside
 
     def _walk(self, key: Hashable, tokens: Tokens) -> Iterator[tuple[_Node, int]]:
         """The edges along ``tokens`` and how many tokens of each agree; the last one may agree in part."""
-        node, position = self._roots.get(key), 0
-        while node is not None and position < len(tokens):
-            node = node.children.get(int(tokens[position]))
+        above: _Root | _Node | None = self._roots.get(key)
+        position = 0
+        while above is not None and position < len(tokens):
+            node = above.children.get(int(tokens[position]))
             if node is None:
                 return
             rest = tokens[position : position + len(node.tokens)]
             differs = np.flatnonzero(node.tokens[: len(rest)] != rest)
             common = int(differs[0]) if len(differs) else len(rest)
-            whole = common == len(node.tokens)
             yield node, common
             position += common
-            if not whole:
-                return
+            above = node if common == len(node.tokens) else None
+
+    def _touch(self, node: _Root | _Node) -> None:
+        """Make a node and all above it the last used ones, the uppermost last."""
+        while isinstance(node, _Node):
+            self._nodes.move_to_end(node.number)
+            node = node.parent
+
+    def _add(self, tokens: Tokens, slots: Slots, parent: _Root | _Node) -> _Node:
+        """A new node, with copies of the arrays."""
+        node = _Node(next(self._numbers), tokens.copy(), slots.copy(), parent)
+        parent.children[int(tokens[0])] = self._nodes[node.number] = node
+        self._node_of[slots] = node.number
+        return node
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """Cut an edge in two; the upper part, which is new."""
-        if node.parent is None:
-            raise ValueError("a root has no edge to split")
-        upper = _Node(node.tokens[:length], node.slots[:length], node.parent)
-        upper.last_used = node.last_used
-        node.parent.children[int(node.tokens[0])] = upper
-        node.tokens, node.slots, node.parent = node.tokens[length:], node.slots[length:], upper
+        """Cut an edge in two; the upper part, which is new, and which the caller has to touch."""
+        upper = self._add(node.tokens[:length], node.slots[:length], node.parent)
+        node.tokens, node.slots, node.parent = node.tokens[length:].copy(), node.slots[length:].copy(), upper
         upper.children[int(node.tokens[0])] = node
         return upper
 
-    def _cut(self, node: _Node, keep: int) -> int:
-        """Shorten an end to its first ``keep`` slots; how many were freed."""
-        gone = node.slots[keep:]
-        if len(gone) == 0:
-            return 0
-        self._allocator.free(gone)
-        self.num_slots -= len(gone)
-        if keep == 0 and node.parent is not None:
-            del node.parent.children[int(node.tokens[0])]
-        node.tokens, node.slots = node.tokens[:keep], node.slots[:keep]
-        return len(gone)
+    def _unlink(self, node: _Node) -> None:
+        """Take an end off its tree, and the tree off the others if that was all of it."""
+        del node.parent.children[int(node.tokens[0])]
+        if isinstance(node.parent, _Root) and not node.parent.children:
+            del self._roots[node.parent.key]
 
-    def _nodes(self, roots: Iterable[_Node] | None = None) -> Iterator[_Node]:
-        """The edges below some roots; None: of all trees."""
-        below = self._roots.values() if roots is None else roots
-        stack = [child for root in below for child in root.children.values()]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+    def _drop(self, gone: list[Slots]) -> None:
+        if gone:
+            slots = np.concatenate(gone)
+            self._allocator.drop(slots)
+            self.num_slots -= len(slots)

@@ -42,11 +42,12 @@ class SlotAllocator:
         self.capacity = num_slots
         self._refs = np.zeros(num_slots, dtype=np.int32)
         self._ref = self._refs.data  # the same numbers; one is reached 3 x faster than through numpy
+        self._kept = np.zeros(num_slots, dtype=bool)  # whether one of the references is the prefix cache's
         # Open intervals [start, end): disjoint, never adjacent, highest first: the lowest leaves the lists in O(1).
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._claims: dict[int, int] = {}  # start -> end of each claim, disjoint from the open intervals
-        self._num_open = self._num_claimed = self._num_used = self._limit = 0
+        self._num_open = self._num_claimed = self._num_used = self._num_cached = self._limit = 0
         self.resize(num_slots if limit is None else limit)
 
     @property
@@ -63,6 +64,11 @@ class SlotAllocator:
     def num_used(self) -> int:
         """Live slots, each counted once however often it is shared, stranded ones included."""
         return self._num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Live slots that only the prefix cache holds."""
+        return self._num_cached
 
     @property
     def num_claimed(self) -> int:
@@ -173,23 +179,45 @@ class SlotAllocator:
         ids = self._checked(slots)
         if (self._refs[ids] <= 0).any():
             raise ValueError("only a live slot can be shared")
+        cached = np.sort(ids[self._is_cached(ids)])
+        self._num_cached -= cached.size - int(np.count_nonzero(cached[1:] == cached[:-1]))  # each once
         np.add.at(self._refs, ids, 1)
 
     def free(self, slots: SlotIds) -> None:
         """Drop one reference from each slot; slots without any become free.
 
         Raises:
-            ValueError: A slot has fewer references than are dropped (double free); nothing changes then.
+            ValueError: A slot has fewer references than are dropped (double free), the prefix cache's own not counted;
+                nothing changes then.
         """
         ids = self._checked(slots)
         if ids.size == 0:
             return
         ids, counts = np.unique(ids, return_counts=True)
         left = self._refs[ids] - counts
-        if left.min() < 0:
-            raise ValueError(f"double free of slot {int(ids[left.argmin()])}")
+        spare = left - self._kept[ids]
+        if spare.min() < 0:
+            raise ValueError(f"double free of slot {int(ids[spare.argmin()])}")
         self._refs[ids] = left
+        self._num_cached += int(np.count_nonzero(self._is_cached(ids)))
         self._reopen(ids[left == 0])
+
+    def keep(self, slots: SlotIds) -> None:
+        """``share``, for the prefix cache. Raises ValueError (and changes nothing) if it has one already, too."""
+        ids = self._checked(slots)
+        if self._kept[ids].any():
+            raise ValueError("a live slot is kept only once")
+        self.share(slots)
+        self._kept[ids] = True
+
+    def drop(self, slots: SlotIds) -> None:
+        """Take back ``keep``. Raises ValueError (and changes nothing) if a slot is not kept."""
+        ids = self._checked(slots)
+        if not self._kept[ids].all():
+            raise ValueError("only a live slot that is kept can be dropped")
+        self._num_cached -= int(np.count_nonzero(self._is_cached(ids)))
+        self._kept[ids] = False
+        self.free(slots)
 
     def move(self, src: SlotIds, dst: SlotIds) -> None:
         """Hand each live src slot's references to the just allocated dst slot of the same index and free src.
@@ -201,8 +229,8 @@ class SlotAllocator:
         distinct = len(np.unique(np.concatenate([old, new]))) == old.size + new.size
         if old.size != new.size or not distinct or (self._refs[old] <= 0).any() or (self._refs[new] != 1).any():
             raise ValueError("move needs live sources and as many other, freshly allocated destinations")
-        self._refs[new] = self._refs[old]
-        self._refs[old] = 0
+        self._refs[new], self._kept[new] = self._refs[old], self._kept[old]
+        self._refs[old], self._kept[old] = 0, False
         self._reopen(np.sort(old))
 
     def resize(self, limit: int) -> None:
@@ -235,6 +263,10 @@ class SlotAllocator:
         """Number of references to each slot."""
         return self._refs[self._checked(slots)]
 
+    def kept(self) -> Slots:
+        """The slots that the prefix cache holds, ascending."""
+        return np.flatnonzero(self._kept).astype(np.int32)
+
     # ---------------------------------------------------------------- audit
 
     def check_integrity(self) -> None:
@@ -258,8 +290,10 @@ class SlotAllocator:
         num_free, num_used = int(expected.sum()), int(np.count_nonzero(self._refs))
         if (self._num_open + self._num_claimed, self._num_claimed, self._num_used) != (num_free, num_claimed, num_used):
             raise IntegrityError("slot counts are wrong")
-        if self._refs.size and self._refs.min() < 0:
-            raise IntegrityError("a reference count is negative")
+        if (self._refs < self._kept).any():
+            raise IntegrityError("a reference count is negative, or 0 for a kept slot")
+        if self._num_cached != np.count_nonzero(self._kept & (self._refs == 1)):
+            raise IntegrityError("the count of cached slots is wrong")
 
     # ---------------------------------------------------------------- inside
 
@@ -280,6 +314,10 @@ class SlotAllocator:
         if ids.size and not (ids.min() >= 0 and ids.max() < self.capacity):
             raise ValueError(f"slot ids must be in [0, {self.capacity})")
         return ids
+
+    def _is_cached(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For each slot whether only the prefix cache holds it."""
+        return self._kept[ids] & (self._refs[ids] == 1)
 
     def _claim_size(self, start: int) -> int:
         return self._claims[start] - start

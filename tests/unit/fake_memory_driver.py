@@ -69,6 +69,9 @@ class FakeDriver:
         self._note("release", self.size)
         assert not self.handles.pop(handle), "a mapped handle was released"
 
+    def free_bytes(self) -> int:
+        return max(0, self.limit - self.physical_bytes - self.cached_bytes)
+
     def map(self, address: int, handles: Sequence[int], handle_bytes: int) -> None:
         self._note("map", handle_bytes)
         if self.num_mapped_bytes + len(handles) * handle_bytes > self.map_limit:

@@ -251,3 +251,28 @@ def test_random_walk_matches_a_set_model(seed: int) -> None:
         assert allocator.num_used == len(live)
         assert allocator.num_free == len(set(range(allocator.limit)) - live.keys())
     assert all(allocator.references([slot])[0] == count for slot, count in live.items())
+
+
+def test_slots_that_the_prefix_cache_holds_are_told_apart() -> None:
+    allocator = SlotAllocator(20)
+    slots = allocator.alloc(6)
+    allocator.keep(slots[:4])
+    assert allocator.num_cached == 0 and allocator.kept().tolist() == [0, 1, 2, 3]
+    allocator.free(slots)
+    assert (allocator.num_cached, allocator.num_used) == (4, 4)
+    allocator.share([1, 2, 2])
+    assert allocator.num_cached == 2
+    allocator.check_integrity()
+    with pytest.raises(ValueError, match="double free of slot 1"):
+        allocator.free([1, 1])  # the second would be the cache's own
+    for wrong in (lambda: allocator.keep([0]), lambda: allocator.drop([4]), lambda: allocator.keep([9])):
+        with pytest.raises(ValueError):
+            wrong()
+    assert allocator.alloc(1).tolist() == [4]
+    allocator.move([0], allocator.alloc(1))
+    assert allocator.kept().tolist() == [1, 2, 3, 5] and allocator.num_cached == 2
+    allocator.drop([1, 3, 5])
+    assert (allocator.num_cached, allocator.num_used) == (0, 3)
+    allocator.free([2, 2])
+    assert allocator.num_cached == 1
+    allocator.check_integrity()

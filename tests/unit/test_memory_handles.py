@@ -160,12 +160,14 @@ def test_a_pool_grows_as_far_as_there_is_memory_and_goes_on_later(
 
 
 def test_layers_stay_alike_when_mapping_fails_in_one(driver: FakeDriver) -> None:
-    pool = KVPool(SPEC, 96, driver=driver)
+    pool, now = KVPool(SPEC, 96, driver=driver), [0.0]
+    pool._store._clock = lambda: now[0]
     pool.resize(21)
     driver.map_limit = (2 * LAYERS + 3) * HANDLE
     assert pool.resize(42) == 21
     assert driver.num_mapped_bytes == pool.mapped_bytes == 2 * LAYERS * HANDLE
     driver.map_limit = 1 << 30
+    now[0] += RETRY_S
     assert pool.resize(42) == 42
     driver.check()
 
@@ -273,9 +275,10 @@ def test_errors_name_the_call_and_out_of_memory_is_an_answer() -> None:
         cuMemCreate=lambda size, kind, flags: (Result(2), None) if size > 100 else (Result(0), "handle"),
         cuMemRelease=lambda handle: (Result(999),),
         cuMemAddressReserve=lambda *numbers: (Result(0), 1 << 40),
+        cuMemGetInfo=lambda: (Result(0), 3 << 30, 80 << 30),
     )
     assert driver.create(101) is None and driver.create(100) == "handle"
-    assert driver.reserve(100) == 1 << 40
+    assert driver.reserve(100) == 1 << 40 and driver.free_bytes() == 3 << 30
     with pytest.raises(CudaDriverError, match="cuMemRelease: CUDA_ERROR_UNKNOWN"):
         driver.release("handle")
 

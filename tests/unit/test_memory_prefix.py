@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
+import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from fineinfer.memory import prefix_cache
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.prefix_cache import MIN_EVICTED, PrefixCache
-from fineinfer.memory.slot_allocator import SlotAllocator
+from fineinfer.memory.slot_allocator import IntegrityError, SlotAllocator
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -49,11 +53,12 @@ def test_match_split_and_insert() -> None:
     cache.insert("k", ids(1, 2, 3, 7, 8), more)  # the first three are known: their slots stay
     assert cache.match("k", ids(1, 2, 3, 7, 8)).tolist() == [*slots[:3], *more[3:]]
     assert cache.match("k", ids(1, 2, 3, 4, 5, 6, 7)).tolist() == slots.tolist()
-    assert cache.num_slots == 8 and sorted(cache.slots()) == sorted([*slots, *more[3:]])
+    assert cache.num_slots == 8 and allocator.kept().tolist() == sorted([*slots, *more[3:]])
     cache.insert("k", ids(1, 2), slots[:2])
     cache.insert("k", ids(), slots[:0])
     assert cache.num_slots == 8
     assert allocator.references(more).tolist() == [1, 1, 1, 2, 2]
+    cache.check_integrity()
 
 
 def test_the_oldest_end_goes_first_and_what_rows_hold_stays() -> None:
@@ -170,3 +175,124 @@ def test_forgetting_a_key_frees_what_no_row_holds_and_leaves_rows_and_other_keys
     kv.close_row(row, "bad", ids(*range(20), 1, 2, 3, 4, 5))  # it ended well: what it held is known again
     assert kv.prefixes.match("bad", ids(*range(30))).size == 20
     kv.check_integrity()
+
+
+def serve(kv: KVCache, key: object, tokens: np.ndarray) -> None:
+    """A request from beginning to end."""
+    row, matched = kv.open_row_from(key, tokens, len(tokens))
+    assert kv.append(row, len(tokens) - matched)
+    kv.close_row(row, key, tokens)
+
+
+def test_keys_whose_prefixes_are_gone_leave_nothing_behind() -> None:
+    """A client may send another salt with every request, and every update of a served job is another version."""
+    kv = KVCache(5000, 4, 4000, keep_prefixes=True)
+    tracemalloc.start()
+    try:
+        for number in range(600):
+            serve(kv, ("version", f"salt {number}"), np.arange(number, number + 2000, dtype=np.int32))
+            if number == 100:
+                before = tracemalloc.get_traced_memory()[0]
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(kv.prefixes._roots) <= 3 and all(root.children for root in kv.prefixes._roots.values())
+    assert grown < 100_000, "500 prompts of 2000 tokens are 4 MB"
+    kv.prefixes.evict(5000)
+    assert not kv.prefixes._roots and not kv.prefixes._nodes and kv.num_used == 0
+    kv.check_integrity()
+
+
+def test_what_is_left_of_a_prefix_does_not_keep_the_whole_alive() -> None:
+    allocator = SlotAllocator(20_000)
+    cache = PrefixCache(allocator)
+    slots = allocator.alloc(10_000)
+    cache.insert("k", np.arange(10_000, dtype=np.int32), slots)
+    allocator.free(slots)
+    (node,) = cache._nodes.values()
+    cache.evict(9990)
+    assert len(node.tokens) == 10 and node.tokens.base is None and node.slots.base is None
+    cache.insert("k", ids(0, 1, 2, 77), allocator.alloc(4))  # cuts the edge in two
+    for part in cache._nodes.values():
+        assert part.tokens.base is None and part.slots.base is None
+    cache.check_integrity()
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Calls of functions, and steps of generators, until a function returns."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return sum(event.endswith("call") for event in events)
+
+
+def test_no_call_of_the_engine_goes_through_all_nodes() -> None:
+    kv = KVCache(60_000, 8, 100, keep_prefixes=True)
+    for number in range(2000):
+        serve(kv, "k", np.arange(number, number + 20, dtype=np.int32))
+    row, matched = kv.open_row_from("k", np.arange(0, 30, dtype=np.int32))  # holds the longest unused
+    kv.append(row, 10)
+    assert matched == 20 and len(kv.prefixes._nodes) == 2000
+    moved = kv.prefixes.match("k", np.arange(1500, 1520, dtype=np.int32))
+    target = kv.allocator.alloc(20)
+    kv.allocator.move(moved, target)
+    new_slot = np.arange(kv.max_slots, dtype=np.int32)
+    new_slot[moved] = target
+    assert num_calls(lambda: kv.prefixes.rename(moved, new_slot)) < 100
+    assert kv.prefixes.match("k", np.arange(1500, 1520, dtype=np.int32)).tolist() == target.tolist()
+    assert num_calls(lambda: kv.num_cached) < 10 and kv.num_cached == 1999 * 20
+    assert num_calls(lambda: kv.prefixes.evict(1)) < 400
+    assert num_calls(lambda: serve(kv, "k", np.arange(5, 25, dtype=np.int32))) < 400
+    kv.check_integrity()
+
+
+def test_ends_are_evicted_in_the_order_of_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a list of all prefixes with the time of their last use; a use of one is one of all it begins with."""
+    monkeypatch.setattr(prefix_cache, "MIN_EVICTED", 1)
+    rng = random.Random(7)
+    allocator = SlotAllocator(400)
+    cache = PrefixCache(allocator)
+    used: dict[tuple[int, ...], int] = {}
+    num_evicted = 0
+    for now in range(3000):
+        tokens = tuple(rng.randrange(4) for _ in range(rng.randrange(1, 5)))
+        array = np.array(tokens, dtype=np.int32)
+        if rng.random() < 0.5:
+            known = cache.match("k", array)
+            new = allocator.alloc(len(tokens) - len(known))
+            slots = np.concatenate([known, new])
+            for length in range(1, len(tokens) + 1):  # one token an edge, so that an edge is a prefix
+                cache.insert("k", array[:length], slots[:length])
+            allocator.free(new)
+            used.update({tokens[:length]: now for length in range(1, len(tokens) + 1)})
+        elif rng.random() < 0.5:
+            found = len(cache.match("k", array))
+            assert found == max((n for n in range(1, len(tokens) + 1) if tokens[:n] in used), default=0)
+            used.update({tokens[:length]: now for length in range(1, found + 1)})
+        elif used:
+            ends = [one for one in used if not any(other[:-1] == one for other in used)]
+            del used[min(ends, key=used.__getitem__)]
+            num_evicted += 1
+            assert cache.evict(1) == 1
+        assert cache.num_slots == len(used)
+        cache.check_integrity()
+    assert num_evicted > 300
+
+
+def test_the_audit_notices_a_tree_that_is_wrong() -> None:
+    allocator = SlotAllocator(64)
+    cache = PrefixCache(allocator)
+    cache.insert("k", ids(1, 2, 3), allocator.alloc(3))
+    cache.insert("k", ids(1, 2, 4), allocator.alloc(3))
+    cache.check_integrity()
+    first = next(iter(cache._nodes))
+    cache._nodes.move_to_end(first)  # an end behind the node above it
+    with pytest.raises(IntegrityError, match="comes before"):
+        cache.check_integrity()
+    cache._nodes.move_to_end(first, last=False)
+    cache._roots["empty"] = prefix_cache._Root("empty")
+    with pytest.raises(IntegrityError, match="root has none"):
+        cache.check_integrity()
