@@ -182,19 +182,27 @@ class ParkableTrainer(Trainer):
             return
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        state, copy, step = self._state, self._host_copy, self.step
+        state, copy = self._state, self._host_copy
         if copy is not None:
             moments = {"exp_avg": copy.exp_avg, "exp_avg_sq": copy.exp_avg_sq}
             state.restore(copy.masters, moments, state.optimizer.num_updates)
-        elif step == 0:  # nothing was written: it is what it began as
+        elif self.step == 0:  # nothing was written: it is what it began as
             self._begin_anew()
         else:
-            self._saved_step = 0
-            self._resume()
-            if self._saved_step == 0:
-                raise TrainingError(f"the checkpoint of update {step} is gone", "checkpoint_failed")
-            self._next = self._load(self.step)
+            self._read_back()
         self._host_copy, self._parked = None, False
+
+    def _read_back(self) -> None:
+        """Take masters and moments from the checkpoint that they went to; go on from an older one if it is damaged."""
+        saved = self._read_saved()
+        if saved is None:
+            raise TrainingError(f"the checkpoint of update {self.step} is gone", "checkpoint_failed")
+        self._restore_tensors(saved)
+        if saved.step == self.step:  # cursor and log are here, with all that has been evaluated
+            return
+        self._go_on_from(saved)
+        self._next, self._evaluation = self._load(self.step), None
+        self._begin_evaluation()
 
     def _tensors(self) -> list[torch.Tensor]:
         """Everything that lives as long as the job: distinct storages."""

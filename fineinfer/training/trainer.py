@@ -303,5 +303,5 @@ class Trainer(TrainerMemory, TrainerCheckpoints):
         if batches:
             units.append(("optimizer", sum(batch.num_tokens for batch in batches)))
         if self._update is None and self.checkpoint_due:
-            units += [("checkpoint", 0)] * (self._saved_step != self.step) + [("publish", 0)]
+            units += [("checkpoint", 0)] * (not self._is_saved) + [("publish", 0)]
         return Counter(units)

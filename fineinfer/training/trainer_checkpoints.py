@@ -18,11 +18,14 @@ import torch
 
 from fineinfer.adapters.weights import LoraWeights
 from fineinfer.messages import JobNote, StartJob
+from fineinfer.training.base_model import base_model_sha256
 from fineinfer.training.checkpoint import (
     CheckpointError,
     DiskFullError,
     Moments,
+    SavedState,
     checkpoint_folder,
+    end_replacements,
     newest_step,
     publish_adapter,
     read_newest,
@@ -61,10 +64,14 @@ class TrainerCheckpoints(TrainerEvaluation):
     _write: _Write | None = None
     _writer: ThreadPoolExecutor | None = None
     _host_buffers: tuple[torch.Tensor, ...] = ()
+    _saved: Cursor  # of the newest checkpoint; that of the beginning if there is none
+    _announced_step: int
+    _base_sha256: str
 
     def _begin_checkpoints(self) -> None:
         """Go on from the newest whole checkpoint, if there is one."""
-        self._saved_step = self._announced_step = 0
+        self._saved, self._announced_step = Cursor(), 0
+        self._base_sha256 = base_model_sha256(self._context.decoder)
         if self._context.decoder.device.type == "cuda":
             self._write_beside()
         self._resume()
@@ -112,6 +119,11 @@ class TrainerCheckpoints(TrainerEvaluation):
         every = self._job.settings.save_steps or self.schedule.steps_per_epoch
         return step != self._announced_step and (step % every == 0 or self.at_end or self._is_best(step))
 
+    @property
+    def _is_saved(self) -> bool:
+        """Whether the newest checkpoint holds all that there is: an evaluation adds to that of the same update."""
+        return self.cursor == self._saved
+
     # ------------------------------------------------------------ writing
 
     def save_resume_point(self) -> None:
@@ -124,15 +136,15 @@ class TrainerCheckpoints(TrainerEvaluation):
             CheckpointError: Nothing was written and nothing was lost; try again.
             TrainingError: The adapter is not finite.
         """
-        step, write = self.cursor.step, self._write
+        write = self._write
         if write is not None:
             wait([write.written])
             with contextlib.suppress(CheckpointError):
                 self._take_write(write)
-        if step == self._saved_step:  # 0 before the first update
+        if self._is_saved:
             return
         self._save(*self._durable(), self._durable_state())
-        self._saved_step = step
+        self._saved = replace(self.cursor)
 
     def save_and_leave(self) -> None:
         """``save_resume_point`` for a job that stops for a while.
@@ -159,7 +171,8 @@ class TrainerCheckpoints(TrainerEvaluation):
         """The rest of it."""
         history, epochs = list(self.log_history), self._job.settings.n_epochs
         state = trainer_state(self.cursor, self.schedule.total_steps, epochs, history)
-        return state | {"optimizer_updates": self._state.optimizer.num_updates, **self._identity()}
+        state |= {"optimizer_updates": self._state.optimizer.num_updates, "base_model": self._job.base_model}
+        return state | self._identity()
 
     def _checkpoint_unit(self) -> str:
         """First save, then publish and announce; an error costs this checkpoint, and the job only at its end."""
@@ -169,7 +182,7 @@ class TrainerCheckpoints(TrainerEvaluation):
             self._begin_write(self._writer)
             return "checkpoint"
         try:
-            if self._saved_step != self.cursor.step:
+            if not self._is_saved:
                 self.save_resume_point()
                 return "checkpoint"
             adapter = self._publish(self.cursor.step)
@@ -182,6 +195,10 @@ class TrainerCheckpoints(TrainerEvaluation):
         return publish_adapter(directory, Path(self._job.adapters_dir))
 
     def _begin_write(self, writer: ThreadPoolExecutor) -> None:
+        cursor, history = replace(self.cursor), list(self.log_history)
+        if self._is_saved:
+            self._write = _Write(cursor, history, writer.submit(self._publish, cursor.step))
+            return
         masters, moments = self._durable()
         for buffer, tensor in zip(self._host_buffers, (masters.flat, moments.exp_avg, moments.exp_avg_sq), strict=True):
             buffer.copy_(tensor, non_blocking=True)  # before the next update, as the stream has it
@@ -197,7 +214,7 @@ class TrainerCheckpoints(TrainerEvaluation):
             self._save(weights, kept, state)
             return self._publish(state["step"])
 
-        self._write = _Write(replace(self.cursor), state["log_history"], writer.submit(run))
+        self._write = _Write(cursor, history, writer.submit(run))
 
     def _take_write(self, write: _Write) -> str:
         """Announce what was written, or wait for it a moment."""
@@ -209,12 +226,12 @@ class TrainerCheckpoints(TrainerEvaluation):
             adapter = write.written.result()
         except CheckpointError as error:
             return self._passed_over(error, write.cursor.step)
-        self._saved_step = write.cursor.step
+        self._saved = write.cursor
         return self._announce(write.cursor, write.log_history, adapter)
 
     def _passed_over(self, error: CheckpointError, step: int) -> str:
         if isinstance(error, DiskFullError):
-            begin = f"the checkpoint of update {self._saved_step}" if self._saved_step else "its beginning"
+            begin = f"the checkpoint of update {self._saved.step}" if self._saved.step else "its beginning"
             raise DiskFullError(f"{error}; make room and resume the job, it goes on from {begin}") from error
         if self.at_end and step == self.cursor.step:
             raise error
@@ -239,27 +256,50 @@ class TrainerCheckpoints(TrainerEvaluation):
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on to be this job's."""
-        settings = msgspec.json.decode(msgspec.json.encode(self._job.settings))
-        job = self._job
-        identity = {"settings": settings, "dataset_sha256": job.dataset_sha256, "base_model": job.base_model}
-        return identity | {"eval_sha256": job.eval_sha256}
+        job, settings = self._job, msgspec.json.decode(msgspec.json.encode(self._job.settings))
+        identity = {"settings": settings, "dataset_sha256": job.dataset_sha256, "eval_sha256": job.eval_sha256}
+        return identity | {"base_model_sha256": self._base_sha256}
+
+    def _check_same_job(self, state: dict[str, Any]) -> None:
+        """Raise TrainingError if the trainer state of a checkpoint is of another job."""
+        identity = self._identity()
+        if "base_model_sha256" not in state:  # an older version wrote it: the model's name is all that it tells
+            del identity["base_model_sha256"]
+            identity["base_model"] = self._job.base_model
+        for key, value in identity.items():
+            if state.get(key) != value:
+                message = f"the checkpoint of update {state['step']} is of another {key}"
+                raise TrainingError(message, "checkpoint_mismatch")
 
     def _resume(self) -> None:
-        job_dir, job_id = Path(self._job.job_dir), self._job.job_id
+        saved = self._read_saved()
+        if saved is not None:
+            self._restore_tensors(saved)
+            self._go_on_from(saved)
+
+    def _read_saved(self) -> SavedState | None:
+        """The newest whole checkpoint, which is of this job; None if there is none."""
+        job_dir = Path(self._job.job_dir)
+        with contextlib.suppress(OSError):  # what is whole under its name can be read all the same
+            end_replacements(job_dir)
         saved = read_newest(job_dir, self._context.decoder.spec, self._state.masters.layout.max_rank)
         damaged, step = newest_step(job_dir), 0 if saved is None else saved.step
         if damaged > step:
             message = f"the checkpoint of update {damaged} is damaged; the job goes on from update {step}"
-            self._reports.append(JobNote(job_id=job_id, level="warn", message=message))
-        if saved is None:
-            return
-        for key, value in self._identity().items():
-            if saved.trainer_state.get(key) != value:
-                raise TrainingError(f"the checkpoint of update {saved.step} is of another {key}", "checkpoint_mismatch")
+            self._reports.append(JobNote(job_id=self._job.job_id, level="warn", message=message))
+        if saved is not None:
+            self._check_same_job(saved.trainer_state)
+        return saved
+
+    def _restore_tensors(self, saved: SavedState) -> None:
         self._state.restore(saved.weights, saved.moments, saved.trainer_state["optimizer_updates"])
+
+    def _go_on_from(self, saved: SavedState) -> None:
+        """Take cursor and log from a checkpoint, and tell once more what may have been lost."""
+        job_id = self._job.job_id
         self.cursor, self.log_history = Cursor.of(saved.trainer_state["cursor"]), saved.trainer_state["log_history"]
         # Only saved, not announced: the message may be lost, and announcing a step again does no harm.
-        self._saved_step = self.cursor.step
+        self._saved, self._announced_step = replace(self.cursor), 0
         newest = self.log_history[-NUM_REPLAYED_REPORTS:]
         self._reports += newest_reports(job_id, newest, self.schedule.total_steps)
         message = f"training goes on from the checkpoint of update {saved.step}"

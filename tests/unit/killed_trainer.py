@@ -1,6 +1,6 @@
 """A tiny job in forked children of one process that has torch ready, killed at a durable write or at any moment.
 
-``python killed_trainer.py FOLDER writes|moments NUM_KILLS`` prints the fingerprint of an undisturbed run and one
+``python killed_trainer.py FOLDER writes|again|moments NUM_KILLS`` prints the fingerprint of an undisturbed run and one
 line of JSON for each kill. Children are forked, since importing torch takes seconds; one thread, or they would hang.
 """
 
@@ -38,23 +38,26 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 37,
     "max_position_embeddings": 64, "initializer_range": 0.2, "tie_word_embeddings": True,
 }  # fmt: skip
+DURABLE = ("fsync", "rename", "mkdir", "unlink", "rmdir", "write_text", "copyfile", "save_file")  # ends of names
 WHOLE = 0  # exit code of a job that was not killed
 
 
-def write_job(folder: Path, save_steps: int) -> StartJob:
+def write_job(folder: Path, mode: str) -> StartJob:
     """Three updates with a checkpoint after each, the third of which removes one.
 
-    Or eight, with one after each two and after each evaluation that is the best so far.
+    Or eight, with one after each two and after each evaluation that is the best so far ("moments"). Or two, the second
+    of which is evaluated, so that its checkpoint is written once more if one was written before ("again").
     """
     folder.mkdir(parents=True)
     rng = np.random.default_rng(3)
-    num_rows, batch_size, n_epochs = (3, 1, 1) if save_steps == 1 else (4, 2, 4)
+    num_rows, batch_size, n_epochs = {"writes": (3, 1, 1), "again": (2, 1, 1), "moments": (4, 2, 4)}[mode]
+    save_steps, eval_steps = (2, 3) if mode == "moments" else (1, 2)
     rows = [(rng.integers(0, CONFIG["vocab_size"], n).tolist(), [1] * int(n)) for n in rng.integers(3, 12, num_rows)]
-    evaluated = save_steps > 1
+    evaluated = mode != "writes"
     lora = LoraSpec(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=("q_proj", "down_proj"))
     settings = TrainingSettings(
         lora=lora, n_epochs=n_epochs, batch_size=batch_size, learning_rate=1e-2, save_steps=save_steps,
-        micro_batch_tokens=16, eval_steps=3, load_best_model_at_end=evaluated,
+        micro_batch_tokens=16, eval_steps=eval_steps, load_best_model_at_end=evaluated,
     )  # fmt: skip
     if evaluated:
         (folder / "eval").mkdir()
@@ -81,14 +84,14 @@ class Writes:
     """
 
     def __init__(self, die_at: int, power: bool, at: Callable[[str], None]) -> None:
-        self._left, self._power, self._at, self._dying = die_at, power, at, False
+        self._left, self._power, self.at, self._dying = die_at, power, at, False
         self._unflushed: set[int] = set()  # inodes of files
         self._undo: list[tuple[Path, Callable[[], object]]] = []  # (folder whose flush makes it last, how to undo it)
 
     def _reached(self, name: str) -> bool:
         if self._dying:
             return False
-        self._at(name)
+        self.at(name)
         self._left -= 1
         return self._left == 0
 
@@ -162,22 +165,31 @@ def fingerprint(trainer: ParkableTrainer) -> str:
     state = trainer._state
     digest = hashlib.sha256()
     for flat in (state.masters.flat, state.optimizer.exp_avg, state.optimizer.exp_avg_sq):
-        digest.update(flat.numpy().tobytes())
+        digest.update(flat.clone().numpy().tobytes())  # numpy keeps a storage from being freed, as parking does
     rest = [state.optimizer.num_updates, repr(trainer.cursor), trainer.log_history]
     digest.update(json.dumps(rest).encode())
     return digest.hexdigest()
 
 
-def train(decoder: Decoder, job: StartJob, result: Path, at: Callable[[str], None], writes: Writes) -> None:
-    """The job from where it stands to its end; writes where it began, then what it was after each update."""
+def train(decoder: Decoder, job: StartJob, result: Path, writes: Writes, parks: bool) -> None:
+    """The job from where it stands to its end; writes where it began, then what it was at each boundary of updates.
+
+    If it ``parks`` it does so once in each evaluation: the update is written without it, and with it at the end.
+    """
+    at, parked = writes.at, 0
     trainer = ParkableTrainer(decoder, job, lambda _t, i: i == 0)
     (result / "begun").write_text(json.dumps([trainer.step, fingerprint(trainer)]))
     writes.install(Path(job.job_dir).parent)
-    states = {trainer.step: fingerprint(trainer)}
+    states = {trainer.step: [fingerprint(trainer)]}
     while not trainer.finished:
         at(trainer.advance().kind)
         if trainer.at_update_boundary:  # an evaluation adds to the trace of the same step
-            states[trainer.step] = fingerprint(trainer)
+            states.setdefault(trainer.step, []).append(fingerprint(trainer))
+        elif parks and trainer.lost_by_park() and trainer._evaluation is not None and parked < trainer.step:
+            trainer.park()
+            trainer.unpark()
+            parked = trainer.step
+            at("parked")
     (result / "ended").write_bytes(json.dumps(states).encode())
 
 
@@ -200,9 +212,14 @@ def child(work: Callable[[], None]) -> int:
 
 
 def whole_steps(job: StartJob) -> tuple[list[int], list[str]]:
-    """Steps of the checkpoints that are as their manifest says, and names of those that are not; in code of its own."""
+    """Steps of the checkpoints that are as their manifest says, and names of those that are not; in code of its own.
+
+    One that stands aside for a newer one counts as long as that is not there.
+    """
     whole, torn = [], []
-    for folder in sorted(Path(job.job_dir).glob("checkpoints/step-*")):
+    root = Path(job.job_dir) / "checkpoints"
+    aside = [folder for folder in root.glob(".old-step-*") if not (root / folder.name[5:]).exists()]
+    for folder in sorted([*root.glob("step-*"), *aside], key=lambda folder: folder.name[-8:]):
         try:
             files = json.loads((folder / "manifest.json").read_bytes())["files"]
             good = len(files) == 5 and all(
@@ -212,7 +229,7 @@ def whole_steps(job: StartJob) -> tuple[list[int], list[str]]:
         except (OSError, ValueError, KeyError):
             good = False
         if good:
-            whole.append(int(folder.name[5:]))
+            whole.append(int(folder.name[-8:]))
         else:
             torn.append(folder.name)
     for folder in Path(job.adapters_dir).glob("[!.]*"):
@@ -228,15 +245,15 @@ def whole_steps(job: StartJob) -> tuple[list[int], list[str]]:
 class Runs:
     """Lives of one job, one after the other, until it ends."""
 
-    def __init__(self, decoder: Decoder, folder: Path, save_steps: int) -> None:
-        self.job = write_job(folder / "job", save_steps)
-        self._decoder, self._folder = decoder, folder
+    def __init__(self, decoder: Decoder, folder: Path, mode: str) -> None:
+        self.job = write_job(folder / "job", mode)
+        self._decoder, self._folder, self._parks = decoder, folder, mode == "again"
 
     def live(self, die_at: int = 0, power: bool = False, at: Callable[[str], None] = lambda name: None) -> int:
         for name in ("begun", "ended"):
             (self._folder / name).unlink(missing_ok=True)
         writes = Writes(die_at, power, at)
-        return child(lambda: train(self._decoder, self.job, self._folder, at, writes))
+        return child(lambda: train(self._decoder, self.job, self._folder, writes, self._parks))
 
     def wait(self, pid: int) -> bool:
         """Whether it came to its end, rather than being killed."""
@@ -252,15 +269,15 @@ class Runs:
             return list(json.loads((self._folder / "begun").read_bytes()))
         return None
 
-    def states(self) -> dict[str, str]:
-        """Update -> state after it, of a life that came to its end."""
+    def states(self) -> dict[str, list[str]]:
+        """Update -> states after it, the last with its evaluation, of a life that came to its end."""
         return dict(json.loads((self._folder / "ended").read_bytes()))
 
 
-def kills_at_writes(decoder: Decoder, folder: Path, most: int) -> Iterator[dict[str, Any]]:
-    """A life that dies at write n, and one that ends; for n = 1, 2, ... until none dies."""
-    for n, power in ((n, power) for n in range(1, most + 1) for power in (False, True)):
-        runs = Runs(decoder, folder / f"w{n}{power}", save_steps=1)
+def kills_at_writes(decoder: Decoder, folder: Path, mode: str, numbers: range) -> Iterator[dict[str, Any]]:
+    """A life that dies at write n, and one that ends; for n of ``numbers``, until none dies."""
+    for n, power in ((n, power) for n in numbers for power in (False, True)):
+        runs = Runs(decoder, folder / f"w{n}{power}", mode)
         read, write = os.pipe()
         ended = runs.wait(runs.live(n, power, lambda name, end=write: os.write(end, f"{name}\n".encode()) and None))
         os.close(write)
@@ -276,6 +293,7 @@ def kills_at_writes(decoder: Decoder, folder: Path, most: int) -> Iterator[dict[
             "kill": n, "power": power, "at": names[-1], "whole": whole, "torn": torn, "begun": runs.begun,
             "states": runs.states(), "whole_at_end": whole_at_end, "torn_at_end": torn_at_end,
             "announced": names.count("publish"), "versions": versions,
+            "written": names.count("checkpoint") + names.count("parked"),
         }  # fmt: skip
         shutil.rmtree(folder / f"w{n}{power}")
 
@@ -285,7 +303,7 @@ def kills_at_moments(decoder: Decoder, folder: Path, num_kills: int, num_events:
     rng, kills, jobs = random.Random(7), 0, 0
     while kills < num_kills:
         jobs += 1
-        runs, lives = Runs(decoder, folder / f"m{jobs}", save_steps=2), []
+        runs, lives = Runs(decoder, folder / f"m{jobs}", "moments"), []
         while True:
             wanted, delay_s = rng.randrange(1, num_events + 1), rng.random() * 2e-3
             before, torn = whole_steps(runs.job)
@@ -313,10 +331,10 @@ def main() -> None:
     gc.disable()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     decoder = load_model(folder, dtype="float32", load_format="dummy").decoder
-    warm = ParkableTrainer(decoder, write_job(folder / "warm", 1), lambda _t, _i: True)
+    warm = ParkableTrainer(decoder, write_job(folder / "warm", "writes"), lambda _t, _i: True)
     while warm.step < 1:  # what is measured once a process
         warm.advance()
-    quiet = Runs(decoder, folder / "quiet", save_steps=2 if mode == "moments" else 1)
+    quiet = Runs(decoder, folder / "quiet", mode)
     read, write = os.pipe()
     quiet.wait(quiet.live(at=lambda name: os.write(write, f"{name}\n".encode()) and None))
     os.close(write)
@@ -326,7 +344,9 @@ def main() -> None:
     if mode == "moments":
         found = kills_at_moments(decoder, folder, count, len(events))
     else:
-        found = kills_at_writes(decoder, folder, count)
+        before = events[: events.index("parked")] if mode == "again" else []  # what comes after it is what is new
+        first = 1 + sum(name.endswith(DURABLE) for name in before)
+        found = kills_at_writes(decoder, folder, mode, range(first, first + count))
     for line in found:
         print(json.dumps(line), flush=True)
 

@@ -262,6 +262,103 @@ def test_a_kill_in_mid_evaluation_runs_it_again(decoder: Decoder, tmp_path: Path
     assert torch.equal(resumed._state.masters.flat, whole._state.masters.flat)
 
 
+STOPPING = msgspec.structs.replace(
+    SETTINGS, n_epochs=6, save_steps=100, eval_steps=2, learning_rate=3e-2,
+    early_stopping=EarlyStopping(patience=1, min_delta=0.05),
+)  # fmt: skip
+
+
+def park(trainer: ParkableTrainer, job: StartJob, decoder: Decoder) -> ParkableTrainer:
+    trainer.park()
+    trainer.unpark()
+    return trainer
+
+
+def pause(trainer: ParkableTrainer, job: StartJob, decoder: Decoder) -> ParkableTrainer:
+    trainer.save_and_leave()
+    trainer.close()
+    return make(decoder, job)
+
+
+def written_log(job: StartJob) -> dict[str, Any]:
+    newest = max(Path(job.job_dir, "checkpoints").glob("step-*"))
+    return dict(json.loads((newest / "trainer_state.json").read_text()))
+
+
+def check_same_end(trainer: ParkableTrainer, job: StartJob, quiet: ParkableTrainer, quiet_job: StartJob) -> None:
+    assert trainer.cursor == quiet.cursor and trainer.log_history == quiet.log_history
+    assert torch.equal(trainer._state.masters.flat, quiet._state.masters.flat)
+    assert written_log(job) == written_log(quiet_job)
+
+
+@pytest.mark.parametrize("second", [park, pause])
+@pytest.mark.parametrize("first", [park, pause])
+def test_an_evaluation_whose_update_is_on_disk_already_is_written_too(
+    decoder: Decoder, tmp_path: Path, first: Any, second: Any
+) -> None:
+    quiet_job, job = start_job(tmp_path / "quiet", STOPPING), start_job(tmp_path / "job", STOPPING)
+    quiet = make(decoder, quiet_job)
+    run(quiet)
+    assert quiet.early_stopped and 2 < quiet.step < quiet.total_steps
+    trainer = make(decoder, job)
+    while trainer.step < 2 or not trainer.micro_batch_open:
+        trainer.advance()
+    trainer = first(trainer, job, decoder)  # in mid-evaluation: the update is written, the evaluation is not
+    while trainer.step < 2 or trainer._evaluation is not None or not trainer.micro_batch_open:
+        trainer.advance()
+    told = trainer.cursor.evaluated
+    trainer = second(trainer, job, decoder)  # in the update after it
+    assert trainer.cursor.evaluated == told and told.step == 2 and trainer._evaluation is None
+    run(trainer)
+    check_same_end(trainer, job, quiet, quiet_job)
+
+
+@pytest.mark.parametrize("leave", [park, pause])
+def test_the_last_evaluation_is_in_the_last_checkpoint(decoder: Decoder, tmp_path: Path, leave: Any) -> None:
+    quiet_job, job = start_job(tmp_path / "quiet", STOPPING), start_job(tmp_path / "job", STOPPING)
+    quiet, trainer = make(decoder, quiet_job), make(decoder, job)
+    run(quiet)
+    while trainer.step < quiet.step or not trainer.micro_batch_open:
+        trainer.advance()
+    trainer = leave(trainer, job, decoder)
+    run(trainer)
+    assert written_log(job)["cursor"]["evaluated"]["stopped"]
+    check_same_end(trainer, job, quiet, quiet_job)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parks_and_pauses_at_any_unit_change_no_verdict(decoder: Decoder, tmp_path: Path, seed: int) -> None:
+    quiet_job, job = start_job(tmp_path / "quiet", STOPPING), start_job(tmp_path / "job", STOPPING)
+    quiet, trainer = make(decoder, quiet_job), make(decoder, job)
+    run(quiet)
+    rng, num_left = np.random.default_rng(seed), 0
+    while not trainer.finished:
+        trainer.advance()
+        if rng.random() < 0.04 and not trainer.finished:
+            trainer = (park if rng.random() < 0.7 else pause)(trainer, job, decoder)
+            num_left += 1
+    assert num_left > 3
+    check_same_end(trainer, job, quiet, quiet_job)
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_going_back_behind_an_evaluation_runs_it_again(decoder: Decoder, tmp_path: Path, lost: int) -> None:
+    """Parked in the evaluation after update ``lost``, or in the update after it, and its checkpoint is damaged."""
+    settings = msgspec.structs.replace(STOPPING, save_steps=1)
+    quiet_job, job = start_job(tmp_path / "quiet", settings), start_job(tmp_path / "job", settings)
+    quiet, trainer = make(decoder, quiet_job), make(decoder, job)
+    run(quiet)
+    while trainer.step < lost or not trainer.micro_batch_open:
+        trainer.advance()
+    assert (trainer._evaluation is not None) == (lost == 2)
+    trainer.park()
+    (tmp_path / f"job/checkpoints/step-{lost:08d}/optimizer.safetensors").write_bytes(b"")
+    trainer.unpark()
+    assert trainer.step == lost - 1 and trainer._evaluation is None
+    run(trainer)
+    check_same_end(trainer, job, quiet, quiet_job)
+
+
 # ---------------------------------------------------------------- what it decides
 
 
