@@ -191,18 +191,26 @@ class JobStore:
     # ------------------------------------------------------------ what the engine reports
 
     def record_progress(self, job_id: str, step: int, data: dict[str, Any], trained_tokens: int) -> bool:
-        """Store the metrics of one update, keyed by (job, step): a replayed step overwrites. False if not training."""
+        """Store the metrics of one update, keyed by (job, step). False if not training.
+
+        Of one that is told or trained again its rates stay, if it comes without: a resumed job repeats its last ones.
+        Only one that no run has come to before clears the job of the engines that died with it.
+        """
         with self._db.transaction():
             job = self.get(job_id)
             if job is None or job.status not in TRAINING:
                 return False
+            before = self.metrics_of(job_id, step)
+            if not data.get("tokens_per_second"):
+                data = data | {key: before[key] for key in _RATES if key in before}
             shown = {key: value for key, value in (job.progress or {}).items() if key in _KEPT_PROGRESS} | data
+            newest = self._db.first("SELECT max(step) AS step FROM events WHERE job_id = ?", job_id)
+            deaths = 0 if newest is None or step > (newest["step"] or 0) else job.num_engine_deaths
             self._db.execute(
-                "UPDATE jobs SET progress = ?, trained_tokens = ?, num_engine_deaths = 0 WHERE id = ?",
-                to_json(shown), trained_tokens, job_id,
+                "UPDATE jobs SET progress = ?, trained_tokens = ?, num_engine_deaths = ? WHERE id = ?",
+                to_json(shown), trained_tokens, deaths, job_id,
             )  # fmt: skip
-            evaluated = {key: value for key, value in self.metrics_of(job_id, step).items() if key in _EVALUATED}
-            self._put_metrics(job_id, step, data | evaluated)
+            self._put_metrics(job_id, step, data | {key: before[key] for key in _EVALUATED if key in before})
         return True
 
     def record_eval(self, job_id: str, step: int, loss: float, accuracy: float, best: bool) -> bool:
@@ -331,6 +339,7 @@ class JobStore:
 
 TRAINING = frozenset({JobStatus.RUNNING, JobStatus.PAUSING})  # what the engine reports of these counts
 _TURN = "turn:"  # keys of ``meta``: when an owner's last job started
+_RATES = ("tokens_per_second", "eta_seconds")
 _EVALUATED = ("valid_loss", "valid_mean_token_accuracy")
 _KEPT_PROGRESS = ("eval_step", "eval_loss", "eval_mean_token_accuracy")  # of the latest evaluation, until the next
 _LOSSES = {"train_loss": "training loss", "valid_loss": "validation loss"}

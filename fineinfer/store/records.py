@@ -71,7 +71,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         local_key: Set for ``--lora-train`` jobs: hash of file, name and settings.
         progress: The latest metrics.
         device_s: Seconds of the device that its training took, over all engine processes.
-        num_engine_deaths: Engine processes that ended while training this job without finishing an update.
+        num_engine_deaths: Engine processes that ended while training this job, since it came to a new update.
         owner: Whose job it is, see fineinfer.server.boundary; queued jobs take turns by owner.
         priority: Lower is trained earlier.
     """

@@ -77,6 +77,7 @@ class Job:
     off: bool = False  # serve_while_training
     status: str = "validating_files"
     deaths: int = 0
+    newest: int = 0  # update that was told of
     best: int | None = None  # what the engine said at the end of its last run
     steps: set[int] = field(default_factory=set)  # of its checkpoints
 
@@ -304,6 +305,8 @@ class Life:
             if job.status == "queued" and now == "running":
                 self._note_start(job)
             job.status, job.deaths = now, record.num_engine_deaths
+            told = self.store.db.first("SELECT max(step) AS step FROM events WHERE job_id = ?", job.id)
+            job.newest = (told and told["step"]) or 0
             job.steps = {checkpoint.step for checkpoint in self.store.jobs.checkpoints(job.id)[0]}
         self.current = {a.name: None for a in self.store.adapters.all()}
         self.current |= {a.name: a.step for a in self.store.adapters.current()}
@@ -427,7 +430,8 @@ class Life:
         )
         if job.status in AT_ENGINE and not late:
             if isinstance(message, JobProgress):
-                job.deaths = 0
+                job.deaths = 0 if message.step > job.newest else job.deaths
+                job.newest = max(job.newest, message.step)
             elif isinstance(message, JobCheckpoint):
                 job.steps.add(message.step)
                 old = self.current.get(job.name)

@@ -179,6 +179,25 @@ def test_metrics_of_a_replayed_step_overwrite(store: Store) -> None:
     assert store.jobs.require(job.id).version == 3, "progress must not make a user's cancel fail"
 
 
+def test_updates_that_a_resumed_job_repeats_keep_their_rates_and_clear_no_engine_deaths(store: Store) -> None:
+    job = store.jobs.create(make_job())
+    job = store.jobs.transition(store.jobs.transition(job, JobStatus.QUEUED), JobStatus.RUNNING)
+
+    def tell(step: int, rate: float) -> int:
+        data = {"step": step, "total_steps": 9, "train_loss": 3.0, "tokens_per_second": rate, "eta_seconds": rate / 10}
+        assert store.jobs.record_progress(job.id, step, data, step)
+        return store.jobs.require(job.id).num_engine_deaths
+
+    for step in (1, 2):
+        tell(step, 100.0 * step)
+    for deaths in (1, 2, 3):
+        assert store.jobs.count_engine_death(job.id) == deaths
+        assert [tell(step, 0.0) for step in (1, 2)] == [deaths, deaths]
+    rates = [(event.data["tokens_per_second"], event.data["eta_seconds"]) for event in store.jobs.metrics(job.id)]
+    assert rates == [(100.0, 10.0), (200.0, 20.0)]
+    assert tell(3, 0.0) == 0
+
+
 def test_expired_files_are_gone(store: Store) -> None:
     for i, expires in enumerate((None, now() - 1, now() + 100)):
         store.files.add(
