@@ -22,7 +22,7 @@ def base_model_sha256(decoder: Decoder) -> str:
     for weight in decoder.parameters():
         digest.update(f"{tuple(weight.shape)}\n".encode())
         step = weight.numel() // SAMPLES_PER_WEIGHT | 1  # odd, so that it is not one column of a matrix
-        sample = weight.detach().reshape(-1)[::step].to(torch.bfloat16).cpu()
+        sample = weight.detach().reshape(-1)[::step].to(torch.bfloat16).cpu().contiguous()
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
