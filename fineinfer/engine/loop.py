@@ -106,10 +106,9 @@ class EngineLoop:
             self._stats_at_s = 0.0  # whoever waits for the new version hears of it at the end of this turn
         self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
-        trainer, stuck = self.parts.training.trainer, not self.parts.scheduler.running
+        stuck = not self.parts.scheduler.running
         worked = self._run_inference(plan)
-        wanted = plan.slots_wanted
-        waits_for_training = wanted > 0 and not self.parts.ladder.make_room(wanted, trainer, now_s(), stuck)
+        waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan.slots_wanted, stuck)
         beside = bool(plan.chunks) and self.parts.training.can_run_beside
         if (plan.train and not beside) or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
             trained = (self.parts.training.feed if beside else self.parts.training.run_unit)()
@@ -117,6 +116,10 @@ class EngineLoop:
             worked = worked or trained or bool(self.parts.scheduler.running)  # which waited for the unit
         self._finish_turn()
         return worked
+
+    def _make_room(self, num_slots: int, stuck: bool) -> bool:
+        """Ask the ladder for slots; of the job as it is now: a unit beside the step may just have ended it."""
+        return self.parts.ladder.make_room(num_slots, self.parts.training.trainer, now_s(), stuck)
 
     def _finish_turn(self) -> None:
         self.parts.training.tell(self.parts.ladder.take_steps())

@@ -13,11 +13,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, UNPARK, LadderStep, Rungs, cheapest, take
+from fineinfer.engine.job_memory import JobNeed
+from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, REFUSED, UNPARK, LadderStep, Rung, Rungs, cheapest
 from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
-from fineinfer.training.errors import TrainingError
 from fineinfer.training.parking import ParkableTrainer
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ STATE = "training_state"
 # Hysteresis: training stays off the memory for so long after the last request waited for it; twice as long after each
 # rung that cost work, until CALM_S went by without one.
 HOLD_S, MAX_HOLD_S, CALM_S = 0.5, 8.0, 10.0
-PARK_RETRY_S = 10.0  # after a job could not be parked
 FOLLOW_EVERY_S = 0.05  # while leases exceed a smaller budget: trimming the heap takes milliseconds
 MIN_KV_SLOTS = 64
 
@@ -65,12 +64,13 @@ class MemoryLadder:
         self._pool = kv_cache.pool
         self._reserved_slots = reserved_slots
         self._rungs, self._keep_floor = rungs, keep_floor
-        self._hold_until_s = self._next_follow_s = self._no_park_until_s = self._last_costly_s = 0.0
+        self._hold_until_s = self._next_follow_s = self._last_costly_s = 0.0
         self._hold_s = HOLD_S
         self._kept_layers = self._floor = 0
         self._growth_goal = 0  # slots that the pool is to have, while it has not come so far
         self._steps: deque[LadderStep] = deque(maxlen=64)
         self.steps_taken: Counter[str] = Counter()
+        self._largest_budget_bytes = governor.budget_bytes
         self.finishing = False
         self.slots_withheld = 0
         self.num_resizes = 0
@@ -91,34 +91,32 @@ class MemoryLadder:
         self._shrink_kv_for(num_bytes - self._governor.leased(STATE))
         return self._governor.lease(STATE, num_bytes)
 
-    def has_room_for(self, trainer: ParkableTrainer) -> bool:
+    def has_room_for(self, need: JobNeed) -> bool:
         """Whether a job could have what it always holds, and its largest micro-batch, besides the admitted requests.
 
         If it is promised a share, further requests must leave it that: ``slots_withheld``; but nothing while the budget
         has no room for it at all.
         """
-        floor = trainer.floor_bytes(trainer.max_micro_batch_tokens)
-        missing = trainer.state_bytes + floor - self._governor.leased(STATE) - self._governor.free_bytes
+        missing = need.state_bytes + need.floor_bytes - self._governor.leased(STATE) - self._governor.free_bytes
         left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
         withheld = max(0, self._kv.num_slots - left) if missing > 0 else 0
-        self.slots_withheld = withheld if self._keep_floor and self.can_ever_hold(trainer) else 0
+        self.slots_withheld = withheld if self._keep_floor and self.can_ever_hold(need) else 0
         return withheld <= self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots())
 
-    def begin_job(self, trainer: ParkableTrainer) -> bool:
+    def begin_job(self, need: JobNeed) -> bool:
         """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
-        floor = trainer.floor_bytes(trainer.max_micro_batch_tokens)
-        if not self.has_room_for(trainer) or not self.lease_state(trainer.state_bytes + floor):
+        if not self.has_room_for(need) or not self.lease_state(need.state_bytes + need.floor_bytes):
             return False
         self.slots_withheld = 0
-        self._governor.lease(STATE, trainer.state_bytes)
-        self._floor = floor if self._keep_floor else 0
+        self._governor.lease(STATE, need.state_bytes)
+        self._floor = need.floor_bytes if self._keep_floor else 0
         return self._governor.lease(ACTIVATIONS, self._floor)
 
-    def can_ever_hold(self, trainer: ParkableTrainer) -> bool:
-        """Whether the budget is enough for a job and the smallest pool."""
-        needed = trainer.state_bytes + trainer.floor_bytes(trainer.max_micro_batch_tokens)
+    def can_ever_hold(self, need: JobNeed, full: bool = False) -> bool:
+        """Whether the budget, or the ``full`` one, the largest so far, is enough for a job and the smallest pool."""
         shares = self.shares()
-        return needed <= 2 * shares["budget"] - sum(shares.values())
+        lowered = self._largest_budget_bytes - shares["budget"] if full else 0
+        return need.state_bytes + need.floor_bytes <= 2 * shares["budget"] - sum(shares.values()) + lowered
 
     def shares(self) -> dict[str, int]:
         """Bytes of the ``budget``, and of all who have some of it when a job has the most that it can."""
@@ -130,7 +128,7 @@ class MemoryLadder:
     def unpark(self, trainer: ParkableTrainer) -> bool:
         """Let a parked job have its memory again; False while requests or the budget leave too little."""
         started_s = time.perf_counter()
-        if not self.begin_job(trainer):
+        if not self.begin_job(JobNeed.of(trainer)):
             return False
         trainer.unpark()
         self._note(UNPARK, STATE, trainer.state_bytes, started_s)
@@ -149,7 +147,7 @@ class MemoryLadder:
         if held < wanted:
             self._shrink_kv_for(wanted - held)
         available = held + self._governor.free_bytes  # less than is held while a smaller budget is being followed
-        if available < least < most:  # a training micro-batch whose graphs may be dropped
+        if available < least and trainer.next_can_shrink:
             least, self._kept_layers = self._make_smaller(trainer, available), 0
             return available >= least and self._governor.lease(ACTIVATIONS, least)
         if available < least:
@@ -162,7 +160,7 @@ class MemoryLadder:
 
     def _make_smaller(self, trainer: ParkableTrainer, available: int) -> int:
         """Bytes of the next micro-batch, made to fit: its inputs in host memory (same bits), then fewer sequences."""
-        offloaded = trainer.can_offload
+        offloaded = trainer.can_offload and self._rungs.available(OFFLOAD, time.monotonic())
         if offloaded:
             trainer.offload_inputs()
             self._count("offload", available)
@@ -177,12 +175,17 @@ class MemoryLadder:
         """Keep policy of the running micro-batch: the last layers, whose graphs backward consumes first."""
         return layer >= num_layers - self._kept_layers
 
-    def end_job(self) -> None:
-        """Take back all that a job held and let the pool grow into it."""
-        self._floor = self.slots_withheld = 0
+    def let_go(self) -> None:
+        """Take back all that a job held; it may begin again."""
+        self._floor = self._kept_layers = 0
         self._governor.release(ACTIVATIONS)
         self._governor.release(STATE)
         return_freed_memory(self._pool.device)
+
+    def end_job(self) -> None:
+        """The same, and let the pool grow into it."""
+        self.slots_withheld = 0
+        self.let_go()
         self.grow_kv()
 
     # ------------------------------------------------------------ requests ask
@@ -237,6 +240,7 @@ class MemoryLadder:
     def set_budget(self, num_bytes: int, trainer: ParkableTrainer | None, now_s: float) -> None:
         """Change the budget: the pool grows into a larger one; ``follow_budget`` gets below a smaller one."""
         self._governor.set_budget(num_bytes)
+        self._largest_budget_bytes = max(self._largest_budget_bytes, num_bytes)
         if self._governor.free_bytes >= 0:
             self.grow_kv()
         else:
@@ -286,19 +290,20 @@ class MemoryLadder:
         if trainer.parked:
             return
         rungs = self._rungs.of(trainer, self._governor.leased(ACTIVATIONS), self._governor.leased(STATE), floor)
-        if now_s < self._no_park_until_s or floor:
-            rungs = [rung for rung in rungs if rung.name != PARK]
+        rungs = [
+            rung for rung in rungs if self._rungs.available(rung.name, now_s) and not (floor and rung.name == PARK)
+        ]
         rung = cheapest(rungs, num_bytes) or (rungs[-1] if forced and rungs else None)
         if rung is None or rung.name == FINISH:
             self.finishing = rung is not None
             return
         started_s = time.perf_counter()
-        try:
-            num_layers = take(rung, trainer)
-        except TrainingError as error:
-            logger.warning("the job could not be parked: %s", error)
-            self._no_park_until_s = now_s + PARK_RETRY_S
+        taken = self._rungs.take(rung, trainer, now_s)
+        if taken.why:
+            self._refused(rung, taken.why)
+        if taken.rung is None:
             return
+        rung, num_layers = taken.rung, taken.num_layers
         self._kept_layers = 0
         self.num_dropped_layers += num_layers
         if rung.name == PARK:
@@ -315,6 +320,12 @@ class MemoryLadder:
             self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
         self._last_costly_s = now_s
         self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
+
+    def _refused(self, rung: Rung, why: str) -> None:
+        logger.warning("the job's memory cannot be had by %s now: %s", rung.name, why)
+        self._governor.record(REFUSED, rung.name, rung.num_bytes)
+        self._steps.append(LadderStep(REFUSED, rung.num_bytes, 0.0, why=why))
+        self.steps_taken[REFUSED] += 1
 
     def _count(self, name: str, available: int) -> None:
         """A step that repeats with each micro-batch: in the counters and the governor's record, not the job's story."""

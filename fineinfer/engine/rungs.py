@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fineinfer.scheduler.latency_model import LatencyModel
+from fineinfer.training.errors import TrainingError
 from fineinfer.training.parking import ParkableTrainer
 
 DROP, OFFLOAD, FINISH, ABORT, PARK, UNPARK = "drop_kept", "offload", "finish", "abort", "park", "unpark"
+REFUSED = "refused"  # a rung that could not be taken
 HOST_BYTES_S = 10e9  # of layer inputs to the host: 55 GB/s once their pinned buffers exist
 FIRST_PARK_BYTES_S = {"cpu": 200e6, "cuda": 10e9}  # to disk with checksums, over PCIe; measured from the first time on
+RUNG_RETRY_S = 10.0  # after a rung could not be taken: no room on the disk, or in host memory
 RATE_WEIGHT = 0.5  # of the newest measurement
 # A second that requests wait for the micro-batch's end is worth so many of work done again. At equal weights bursts
 # that came in its second half waited for up to 212 ms (4 x 1,024 tokens of an 8B shape beside 12 requests, H200).
@@ -21,6 +25,7 @@ MEMORY_STORY = {
     ABORT: "gave the {mib:.0f} MiB of the micro-batch under way to waiting requests; it runs again",
     PARK: "parked: {mib:.0f} MiB of the job went to waiting requests; it goes on when there is memory again",
     UNPARK: "goes on: the job has its {mib:.0f} MiB again",
+    REFUSED: "could not give {mib:.0f} MiB to waiting requests, which is tried again later: {why}",
 }
 
 
@@ -42,20 +47,38 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class LadderStep:
-    """A rung that was taken or climbed back: bytes that changed hands, milliseconds, layers recomputed for it."""
+    """A rung that was taken or climbed back: bytes that changed hands, milliseconds, layers recomputed for it.
+
+    Of one that could not be taken: the bytes that it would have freed, and ``why``.
+    """
 
     name: str
     num_bytes: int
     ms: float
     num_layers: int = 0
+    why: str = ""
 
     def told(self) -> str:
         """As the job's user reads it."""
-        return MEMORY_STORY[self.name].format(layers=self.num_layers, mib=self.num_bytes / 2**20)
+        return MEMORY_STORY[self.name].format(layers=self.num_layers, mib=self.num_bytes / 2**20, why=self.why)
+
+
+class Taken(NamedTuple):
+    """What became of a rung that was to be taken.
+
+    Attributes:
+        rung: The one that was; None: none.
+        num_layers: Layers whose graphs were dropped.
+        why: What was in the way of the one asked for.
+    """
+
+    rung: Rung | None
+    num_layers: int = 0
+    why: str = ""
 
 
 class Rungs:
-    """Prices the rungs with measured slice times.
+    """Prices the rungs with measured slice times, and takes them.
 
     Args:
         latency: Slice times.
@@ -64,6 +87,7 @@ class Rungs:
 
     def __init__(self, latency: LatencyModel, device: str) -> None:
         self._latency = latency
+        self._missing_until_s: dict[str, float] = {}  # rungs that could not be taken
         self._park_bytes_s = FIRST_PARK_BYTES_S.get(device, FIRST_PARK_BYTES_S["cuda"])
 
     def of(self, trainer: ParkableTrainer, activations: int, state: int, floor: int = 0) -> list[Rung]:
@@ -82,6 +106,7 @@ class Rungs:
             spare = activations - max(least, floor)
             if spare > 0 and trainer.can_drop:
                 num_layers = trainer.num_layers * min(1.0, spare / max(1, most - least))
+                num_layers *= trainer.settings.recompute != "always"  # then it frees what is not used
                 rungs.append(Rung(DROP, spare, num_layers * self._latency.estimate("forward", num_tokens)))
             inputs = trainer.bytes_if_recomputed(num_tokens) - trainer.bytes_if_offloaded(num_tokens)
             if spare + inputs > 0 and trainer.can_offload:  # after the kept graphs
@@ -94,6 +119,26 @@ class Rungs:
         move_s = 2 * trainer.state_bytes / self._park_bytes_s
         rungs.append(Rung(PARK, activations + state, self._seconds(trainer.lost_by_park()) + move_s))
         return rungs
+
+    def available(self, name: str, now_s: float) -> bool:
+        """Whether it is worth a try: it did not fail a moment ago."""
+        return now_s >= self._missing_until_s.get(name, 0.0)
+
+    def take(self, rung: Rung, trainer: ParkableTrainer, now_s: float) -> Taken:
+        """Do it.
+
+        A park needs the disk or pinned host memory, an offload the latter, and there may be none now: then the rung is
+        not ``available`` for a while. Inputs of which only a part went to the host are given up with their micro-batch.
+        """
+        try:
+            return Taken(rung, _take(rung, trainer))
+        except (TrainingError, RuntimeError, MemoryError) as error:
+            self._missing_until_s[rung.name] = now_s + RUNG_RETRY_S
+            why = str(error).partition("\n")[0] or type(error).__name__
+        if rung.name != OFFLOAD:
+            return Taken(None, why=why)
+        trainer.abort_micro_batch()
+        return Taken(replace(rung, name=ABORT), why=why)
 
     def observe_move(self, num_bytes: int, seconds: float) -> None:
         """Learn how fast a job is parked or unparked."""
@@ -114,12 +159,8 @@ def cheapest(rungs: list[Rung], num_bytes: int) -> Rung | None:
     return min(enough, key=lambda rung: (rung.cost_s, rung.num_bytes), default=None)
 
 
-def take(rung: Rung, trainer: ParkableTrainer) -> int:
-    """Do it; the number of layers whose graphs were dropped.
-
-    Raises:
-        TrainingError: The job cannot be parked now, and goes on.
-    """
+def _take(rung: Rung, trainer: ParkableTrainer) -> int:
+    """Do it; the number of layers whose graphs were dropped."""
     if rung.name == DROP:
         return trainer.drop_kept()[0]
     if rung.name == OFFLOAD:

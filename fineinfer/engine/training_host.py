@@ -5,31 +5,38 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
-from concurrent.futures import Future
+import traceback
+from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
-import msgspec
 import torch
 
-from fineinfer.engine.job_memory import why_too_large
+from fineinfer.engine.job_memory import (
+    JobNeed,
+    NoMemoryNowError,
+    Patience,
+    is_out_of_memory,
+    why_state_too_large,
+    why_too_large,
+)
+from fineinfer.engine.job_pauses import Pausing, give_back, write_resume_point
+from fineinfer.engine.job_reports import JobReports, succeeded
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.rungs import LadderStep
 from fineinfer.engine.unit_times import UnitTimes
-from fineinfer.messages import JobEnded, JobNote, JobProgress, JobStarted, JobUsage, StartJob
+from fineinfer.messages import JobProgress, JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
-from fineinfer.training.checkpoint import CheckpointError, DiskFullError
+from fineinfer.training.checkpoint import CheckpointError, newest_step
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.ops import pick_ops
 from fineinfer.training.parking import ParkableTrainer
 
 logger = logging.getLogger(__name__)
 
-RATE_UPDATES = 16  # the rate shown is the mean over this many updates
 USAGE_EVERY_S = 1.0  # device time between two reports of what the job has used; a kill loses at most that
 AHEAD_S, MAX_BESIDE = 6e-3, 6  # of units in flight beside requests: enough for the device until the host looks again
 
@@ -49,16 +56,8 @@ class TrainingWay:
     deterministic: bool = False
 
 
-class _Pausing(NamedTuple):
-    """A job that stands still; ``written`` when its resume point is on disk, ``beside`` requests or at once."""
-
-    trainer: ParkableTrainer
-    written: Future[None]
-    beside: bool
-
-
 class TrainingHost:
-    """Owns the trainer of the one running job.
+    """Owns the running job and its trainer, which is made once there is memory for what it always holds.
 
     Args:
         decoder: The shared base model.
@@ -79,16 +78,14 @@ class TrainingHost:
         self._decoder = decoder
         self._ladder = ladder
         self._latency = latency
-        self._outbox = outbox
+        self._outbox, self._reports = outbox, JobReports(outbox)
         self._how, self._ops = how, pick_ops(how.backend, decoder.device)
         self._times = UnitTimes(latency, decoder.device, self.can_run_beside)
         self.job: StartJob | None = None
+        self._need, self._patience = JobNeed(0), Patience()  # what it takes to make its trainer, and to wait
         self.trainer: ParkableTrainer | None = None
-        self._pausing: _Pausing | None = None
-        self.last_progress: JobProgress | None = None
-        self.total_tokens = 0
+        self._pausing: Pausing | None = None
         self._reported_s = self.yielded_s = 0.0  # of what the job has used of the device; see EngineStats
-        self._recent: deque[tuple[float, int, int]] = deque(maxlen=RATE_UPDATES)  # (when, step, tokens) of updates
         self._last_unit_s: float | None = None
         self._stood_back = False  # the last unit had to wait for memory: requests have the next turn
 
@@ -97,35 +94,52 @@ class TrainingHost:
     def start(self, message: StartJob) -> None:
         """Begin or resume a job; a second one while one runs is refused."""
         self.end_pause(wait=True)
-        if self.trainer is not None:
-            if self.job is not None and self.job.job_id != message.job_id:
-                self._ended(message.job_id, "failed", "job_state_conflict", "another job is running")
+        if self.job is not None:
+            if self.job.job_id != message.job_id:
+                self._reports.ended(message.job_id, "failed", "job_state_conflict", "another job is running")
             return
-        self.job = message
+        self.job, self._patience = message, Patience()
+        self._need = JobNeed.of_state(message, self._decoder, self._ops is not None)
         self._times.used_s = self._reported_s = message.device_s
         try:
-            with torch.cuda.stream(self._how.stream):  # of None: the current one
-                trainer = ParkableTrainer(self._decoder, message, self._keep, None, self._ops, self._how.deterministic)
-            self.trainer = trainer
-            if not self._ladder.can_ever_hold(trainer):
-                raise TrainingError(why_too_large(trainer, self._ladder.shares()), "out_of_memory")
-            trainer.check_disk_space()
-            if not self._ladder.begin_job(trainer):
-                trainer.park()  # requests have the memory now: it begins as one that was parked for them
+            if not self._make_trainer(message):
+                self._reports.note(message.job_id, "info", "waits for memory that requests have now")
         except Exception as error:
-            self._fail(error)
+            self._stumbled(error, lost=True)
+
+    def _make_trainer(self, job: StartJob) -> bool:
+        """Make the trainer on memory that was leased before; False, and none, while requests leave it too little.
+
+        Raises:
+            TrainingError: The job cannot run, or not now.
+        """
+        self._check_fits(job, self._need)
+        if not self._ladder.has_room_for(self._need) or not self._ladder.lease_state(self._need.state_bytes):
+            return False
+        with torch.cuda.stream(self._how.stream):  # of None: the current one
+            trainer = ParkableTrainer(self._decoder, job, self._keep, None, self._ops, self._how.deterministic)
+        self.trainer, need = trainer, JobNeed.of(trainer)
+        self._check_fits(job, need, trainer)
+        trainer.check_disk_space()
+        if not self._ladder.begin_job(need):
+            trainer.park()  # requests have the memory now: it begins as one that was parked for them
+            self._ladder.let_go()
+        self._reports.started(trainer)
+        return True
+
+    def _check_fits(self, job: StartJob, need: JobNeed, trainer: ParkableTrainer | None = None) -> None:
+        """Compare a job with the budget.
+
+        Raises:
+            NoMemoryNowError: It fits into another: the largest so far, or that under which it wrote its checkpoints.
+            TrainingError: It never fits.
+        """
+        if self._ladder.can_ever_hold(need):
             return
-        self._recent.clear()
-        self._recent.append((time.perf_counter(), trainer.step, trainer.cursor.processed_tokens))
-        self._outbox.notify(
-            JobStarted(
-                job_id=message.job_id,
-                step=trainer.step,
-                total_steps=trainer.total_steps,
-                steps_per_epoch=trainer.steps_per_epoch,
-                num_trainable_parameters=trainer.num_trainable_parameters,
-            )
-        )
+        fits_later = newest_step(Path(job.job_dir)) > 0 or self._ladder.can_ever_hold(need, full=True)
+        room, advised = self._ladder.shares(), not fits_later
+        why = why_state_too_large(need, room, advised) if trainer is None else why_too_large(trainer, room, advised)
+        raise NoMemoryNowError(why) if fits_later else TrainingError(why, "out_of_memory")
 
     def cancel(self, job_id: str) -> None:
         """Stop in mid-step and give the memory back."""
@@ -134,7 +148,7 @@ class TrainingHost:
         if self._pausing is not None and self._pausing.trainer.job_id == job_id:
             self._pausing.trainer.close()
             self._pausing = None
-        self._ended(job_id, "cancelled")
+        self._reports.ended(job_id, "cancelled")
 
     def pause(self, job_id: str) -> None:
         """Stop in mid-step, give the memory back and write a checkpoint of the last finished update.
@@ -142,17 +156,24 @@ class TrainingHost:
         The answer comes when that is on disk, from ``end_pause``. If it cannot be written the job is paused all the
         same, and goes on from the checkpoint before.
         """
+        if self.job is not None and self.job.job_id == job_id:
+            self._leave(self.job)
+        elif self._pausing is None or self._pausing.trainer.job_id != job_id:
+            self._reports.ended(job_id, "paused")
+
+    def _leave(self, job: StartJob, reason: TrainingError | None = None) -> None:
+        """Pause the job, for a ``reason`` or because a user asked for it."""
         trainer = self.trainer
-        if trainer is None or trainer.job_id != job_id:
-            if self._pausing is None or self._pausing.trainer.job_id != job_id:
-                self._ended(job_id, "paused")
+        if trainer is None:  # nothing of it is here
+            self._close()
+            self._reports.ended_by(job.job_id, reason, "paused")
             return
         try:
-            written = trainer.leave()
+            written = write_resume_point(trainer)
         except Exception as error:
             self._fail(error)
             return
-        self._pausing = _Pausing(trainer, written, not written.done())
+        self._pausing = Pausing(trainer, written, not written.done(), reason)
         if self._pausing.beside:
             self.trainer = None  # it lives on in host memory
         self._close()
@@ -166,28 +187,29 @@ class TrainingHost:
         """
         if self._pausing is None or not (wait or self._pausing.written.done()):
             return
-        (trainer, written, beside), self._pausing = self._pausing, None
+        (trainer, written, beside, reason), self._pausing = self._pausing, None
         error = written.exception()
-        if isinstance(error, CheckpointError):
+        if error is not None and (isinstance(error, CheckpointError) or not isinstance(error, TrainingError)):
+            logger.warning("job %s is paused without a checkpoint", trainer.job_id, exc_info=error)
             message = f"paused without a new checkpoint, the updates since the last one will run again: {error}"
-            self._outbox.notify(JobNote(job_id=trainer.job_id, level="error", message=message))
+            self._reports.note(trainer.job_id, "error", message)
             error = None
-        self._send(trainer)
+        self._reports.send(trainer)
         if beside:
             trainer.close()
-        self._ended_by(trainer.job_id, error, "paused")
+        self._reports.ended_by(trainer.job_id, error or reason, "paused")
 
     def park(self) -> None:
         """Write a checkpoint of the last finished update and let go; the job stays ``running`` and resumes later."""
         self.end_pause(wait=True)
-        if self.trainer is None:
-            return
-        try:
-            self.trainer.save_and_leave()
-        except Exception as error:
-            logger.warning("the job could not be checkpointed at shutdown: %s", error)
-        self._send(self.trainer)
-        self._close()
+        if self.trainer is not None:
+            try:
+                self.trainer.save_and_leave()
+            except Exception as error:
+                logger.warning("the job could not be checkpointed at shutdown: %s", error)
+            self._reports.send(self.trainer)
+        if self.job is not None:
+            self._close()
 
     def _keep(self, num_tokens: int, layer: int) -> bool:
         return self._ladder.keeps(self._decoder.spec.num_layers, layer)
@@ -204,18 +226,28 @@ class TrainingHost:
 
     def state(self, now_s: float) -> TrainingState:
         """What the scheduler needs to decide."""
-        trainer, stood_back = self.trainer, self._stood_back
+        trainer, job, stood_back = self.trainer, self.job, self._stood_back
         self._stood_back = False
-        if trainer is None or stood_back or (not trainer.micro_batch_open and self._ladder.holding(now_s)):
+        if job is None or stood_back or now_s < self._patience.not_before_s:
             return TrainingState()
-        ready = not trainer.parked or self._ladder.has_room_for(trainer)
-        withheld = self._ladder.slots_withheld if trainer.parked else 0
-        started = not trainer.at_update_boundary
-        units = trainer.remaining_units() if started else trainer.next_update_units()
+        if self._held(now_s):
+            return TrainingState()
+        begins = trainer is None or trainer.parked
+        ready = not begins or self._ladder.has_room_for(self._need if trainer is None else JobNeed.of(trainer))
+        withheld = self._ladder.slots_withheld if begins else 0
+        started = trainer is not None and not trainer.at_update_boundary
+        units = Counter[tuple[str, int]]()
+        if trainer is not None:
+            units = trainer.remaining_units() if started else trainer.next_update_units()
         left_s = sum(count * self._estimate(kind, tokens) for (kind, tokens), count in units.items())
         unit_s = left_s / max(1, units.total())
-        max_share = 1.0 if self.job is None else self.job.max_share
-        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside, max_share)
+        return TrainingState(ready, started, left_s, unit_s, withheld, self.can_run_beside, job.max_share)
+
+    def _held(self, now_s: float) -> bool:
+        """Whether the next unit would begin to use memory that requests wait for."""
+        trainer = self.trainer
+        begins = trainer is None or trainer.parked or trainer.begins_micro_batch
+        return begins and self._ladder.holding(now_s)
 
     def _estimate(self, kind: str, num_tokens: int) -> float:
         """Seconds of a unit; before the first evaluation its units count as training's."""
@@ -226,6 +258,16 @@ class TrainingHost:
     def can_run_beside(self) -> bool:
         """Whether units can run beside steps."""
         return self._how.stream is not None
+
+    @property
+    def last_progress(self) -> JobProgress | None:
+        """The newest update of any job."""
+        return self._reports.last_progress
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all updates."""
+        return self._reports.total_tokens
 
     @property
     def job_device_s(self) -> float:
@@ -244,9 +286,9 @@ class TrainingHost:
         """
         self._times.take_finished()
         trainer, on_their_way = self.trainer, self._times.num_pending
-        if trainer is None or on_their_way >= MAX_BESIDE or (on_their_way and trainer.next_unit_waits):
+        if on_their_way >= MAX_BESIDE or (on_their_way and (trainer is None or trainer.next_unit_waits)):
             return False
-        if self._times.pending_s >= AHEAD_S:
+        if self._times.pending_s >= AHEAD_S or self._held(time.monotonic()):
             return False
         return self.run_unit(beside=True)
 
@@ -260,19 +302,24 @@ class TrainingHost:
             False if it had to wait for memory.
         """
         trainer = self.trainer
-        if trainer is None:
+        lost = trainer is None  # with what fails now: one that is being made, or in an optimizer step
+        if self.job is None or time.monotonic() < self._patience.not_before_s:
             return False
         try:
+            if trainer is None:
+                self._stood_back = not self._make_trainer(self.job)
+                return not self._stood_back
             if trainer.parked:
                 self._stood_back = not self._ladder.unpark(trainer)
                 return not self._stood_back
             if trainer.begins_micro_batch and not self._ladder.lease_micro_batch(trainer):
                 self._stood_back = True
                 return False
+            lost = trainer.next_unit_waits and not trainer.at_update_boundary
             self._timed_advance(trainer, beside)
             self._report(trainer)
         except Exception as error:
-            self._fail(error)
+            self._stumbled(error, lost)
         return True
 
     def _timed_advance(self, trainer: ParkableTrainer, beside: bool) -> None:
@@ -291,79 +338,63 @@ class TrainingHost:
         """Send what the unit finished: updates, notes, checkpoints, the job."""
         if self.job_device_s - self._reported_s >= USAGE_EVERY_S:
             self._report_usage()
-        self._send(trainer)
+        self._reports.send(trainer)
         if trainer.finished:
-            ended = JobEnded(
-                job_id=trainer.job_id,
-                status="succeeded",
-                best_step=trainer.best_step,
-                early_stopped=trainer.early_stopped,
-            )
+            ended = succeeded(trainer)
             self._close()
             self._outbox.notify(ended)
 
-    def _send(self, trainer: ParkableTrainer) -> None:
-        for progress in trainer.take_progress():
-            self.last_progress = self._with_rate(progress)
-            self._outbox.notify(self.last_progress)
-        for evaluation in trainer.take_evals():
-            self._outbox.notify(evaluation)
-        for note in trainer.take_notes():
-            self._outbox.notify(note)
-        for checkpoint in trainer.take_checkpoints():
-            self._outbox.notify(checkpoint)
-
-    def _with_rate(self, progress: JobProgress) -> JobProgress:
-        """Fill in tokens per second and the time left, over the last updates of this run."""
-        self._recent.append((time.perf_counter(), progress.step, progress.processed_tokens))
-        (begin_s, begin_step, begin_tokens), (end_s, _, _) = self._recent[0], self._recent[-1]
-        if end_s - begin_s <= 0.0 or progress.step <= begin_step:
-            return progress
-        elapsed_s = end_s - begin_s
-        rate = (progress.processed_tokens - begin_tokens) / elapsed_s
-        left_s = (progress.total_steps - progress.step) * elapsed_s / (progress.step - begin_step)
-        self.total_tokens += progress.processed_tokens - self._recent[-2][2]
-        return msgspec.structs.replace(progress, tokens_per_s=rate, eta_s=left_s)
-
     # ------------------------------------------------------------ ends
+
+    def _stumbled(self, error: Exception, lost: bool) -> None:
+        """The job fails; but if it found no memory, which another program can have, it waits and tries again.
+
+        Args:
+            error: What happened.
+            lost: The trainer is of no more use: the job goes on from its last checkpoint.
+        """
+        job, trainer = self.job, self.trainer
+        if job is None or not is_out_of_memory(error):
+            self._fail(error)
+            return
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        step = 0 if trainer is None else trainer.step
+        if trainer is not None and (lost or not give_back(trainer)):
+            trainer.wait_until_written()
+            self._reports.send(trainer)
+            self._drop_trainer()
+        self._ladder.let_go()
+        why = str(error).partition("\n")[0] or type(error).__name__
+        if not self._patience.tries_again(step, time.monotonic()):
+            self._leave(job, NoMemoryNowError(f"there was no memory for it {self._patience.num_errors} times: {why}"))
+            return
+        message = f"parked: there was no memory for it, it is tried again in {self._patience.delay_s:.0f} s: {why}"
+        logger.warning("job %s is %s", job.job_id, message)
+        self._reports.note(job.job_id, "warn", message)
 
     def _fail(self, error: Exception) -> None:
         job_id = "" if self.job is None else self.job.job_id
         if self.trainer is not None:
-            self._send(self.trainer)
+            self._reports.send(self.trainer)
         self._close()
-        self._ended_by(job_id, error)
-
-    def _ended_by(self, job_id: str, error: BaseException | None, status: str = "failed") -> None:
-        """A full disk pauses the job, another error fails it; none: ``status``."""
-        if error is None:
-            self._ended(job_id, status)
-            return
-        if not isinstance(error, TrainingError):
-            logger.error("job %s failed", job_id, exc_info=error)
-        code = error.code if isinstance(error, TrainingError) else "server_error"
-        status = "paused" if isinstance(error, DiskFullError) else "failed"
-        self._ended(job_id, status, code, str(error) or type(error).__name__)
+        self._reports.ended_by(job_id, error)
 
     def _close(self) -> None:
+        self._drop_trainer()
+        self.job = None
+
+    def _drop_trainer(self) -> None:
         with contextlib.suppress(RuntimeError):  # a broken device must not keep a job from ending
             self._times.wait(0)
         self._report_usage()
         if self.trainer is not None:
             self.trainer.close()
         self.trainer = None
-        self.job = None
         self._times.forget()
         self._last_unit_s = None
         self._ladder.end_job()
 
-    def _ended(self, job_id: str, status: str, code: str | None = None, message: str | None = None) -> None:
-        self._outbox.notify(JobEnded(job_id=job_id, status=status, error_code=code, error_message=message))
-
     def tell(self, steps: list[LadderStep]) -> None:
         """Tell the job's user what its memory went through."""
-        if self.job is None:
-            return
-        for step in steps:
-            data = {"bytes": float(step.num_bytes), "ms": step.ms, "layers": float(step.num_layers)}
-            self._outbox.notify(JobNote(job_id=self.job.job_id, level="info", message=step.told(), data=data))
+        if self.job is not None:
+            self._reports.tell(self.job.job_id, steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -28,6 +29,7 @@ class TrainerMemory:
     _evaluation: RunningEvaluation | None
     _eval_set: EvalSet | None
     _next: list[MicroBatch]
+    _writer: ThreadPoolExecutor | None
     _offload_next = False
 
     # ------------------------------------------------------------ what it holds and needs
@@ -86,8 +88,13 @@ class TrainerMemory:
         if self._evaluation is not None:
             needed = self.bytes_if_offloaded(num_tokens)
             return needed, needed
-        most = self.bytes_if_all_kept(num_tokens)
-        return (most if self._job.settings.recompute == "never" else self.bytes_if_recomputed(num_tokens)), most
+        least, most = self.bytes_if_recomputed(num_tokens), self.bytes_if_all_kept(num_tokens)
+        return {"always": (least, least), "never": (most, most)}.get(self._job.settings.recompute, (least, most))
+
+    @property
+    def next_can_shrink(self) -> bool:
+        """Whether the next micro-batch can do with less than ``least``: inputs in host memory, or fewer sequences."""
+        return self._evaluation is None and self._job.settings.recompute != "never"
 
     def held_bytes(self) -> int:
         """Bytes of layer inputs and kept graphs held on the device now."""
@@ -130,6 +137,18 @@ class TrainerMemory:
             self._offload_next = True
             return 0, 0
         return self._current.offload_inputs()
+
+    def free_state(self) -> None:
+        """Free what a parked job has on the device again, of which it could have only a part when it was to go on."""
+        state = self._state
+        flats = (state.masters, state.grads, state.compute)
+        for tensor in (*(weights.flat for weights in flats), state.optimizer.exp_avg, state.optimizer.exp_avg_sq):
+            tensor.untyped_storage().resize_(0)
+
+    def wait_until_written(self) -> None:
+        """Wait for the checkpoint that is being written, so that another may read the folder; then ``close``."""
+        if self._writer is not None:
+            self._writer.shutdown()
 
     @property
     def can_split(self) -> bool:
@@ -176,5 +195,5 @@ class TrainerMemory:
     def _begun(self) -> None:
         """A unit has run: a micro-batch that was to begin with its inputs in host memory learns of it in its first."""
         if self._offload_next and self._update is not None and self._current is not None:
+            self._offload_next = False  # even if there is no host memory: the next try may find room on the device
             self._current.offload_inputs()
-            self._offload_next = False

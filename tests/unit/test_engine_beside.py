@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,11 @@ from fineinfer.engine.training_host import MAX_BESIDE, TrainingHost
 from fineinfer.engine.unit_times import LaunchedUnit
 from fineinfer.kernels import attention_decode
 from fineinfer.runner.device_runner import DeviceStep
+from fineinfer.scheduler.plan import StepPlan
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.parking import ParkableTrainer
 
-from .engine_harness import Harness
+from .engine_harness import BYTES_PER_SLOT, Harness
 from .training_job import Told, trained, write_job
 
 PROMPTS = {f"r{n}": [5 + (7 * n + i) % 90 for i in range(9 + 3 * n)] for n in range(5)}
@@ -195,3 +200,40 @@ def test_a_unit_that_a_step_joined_counts_as_beside(make: Callable[..., Harness]
     first.done = second.done = True
     host._times.take_finished()
     assert set(host._latency.averages_ms()) == {"forward_beside", "backward"}
+
+
+@pytest.mark.parametrize("how", ["succeeded", "failed"])
+def test_slots_are_asked_for_in_the_turn_that_ends_the_job(
+    make: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(TrainingHost, "can_run_beside", True)
+    harness = make(slo_tpot_ms=1e6, slo_ttft_ms=1e6)
+    host, ladder, told, asked = harness.parts.training, harness.parts.ladder, Told(harness), []
+    host.start(write_job(tmp_path / "job"))
+    while not (host.trainer.at_end and set(host.trainer.next_update_units()) == {("publish", 0)}):
+        assert host.run_unit()
+    plan, make_room, kv = harness.parts.scheduler.plan, ladder.make_room, ladder._kv
+    governor = ladder._governor
+    leased = governor.budget_bytes - governor.free_bytes
+    ladder.set_budget(leased - (kv.num_slots - 512) * BYTES_PER_SLOT, host.trainer, 0.0)  # with the job a full one
+
+    def asking(now_s: float, training: Any) -> StepPlan:
+        return dataclasses.replace(plan(now_s, training), train=True, slots_wanted=kv.max_slots - kv.num_slots)
+
+    def counted(slots_wanted: int, trainer: ParkableTrainer | None, *rest: Any) -> bool:
+        asked.append(trainer)
+        return make_room(slots_wanted, trainer, *rest)
+
+    def broken(trainer: ParkableTrainer) -> None:
+        raise TrainingError("broken")
+
+    monkeypatch.setattr(harness.parts.scheduler, "plan", asking)
+    monkeypatch.setattr(ladder, "make_room", counted)
+    if how == "failed":
+        monkeypatch.setattr(ParkableTrainer, "advance", broken)
+    harness.add("r", [5, 6, 7], max_tokens=1)
+    harness.loop.step()
+    assert asked == [None] and told.end().status == how
+    monkeypatch.undo()
+    harness.run()
+    assert len(harness.tokens("r")) == 1

@@ -40,10 +40,11 @@ def answer(engine: Harness, folder: Path, settings: TrainingSettings, longest: i
 
 
 def leave(engine: Harness, num_bytes: int) -> None:
-    """A budget that leaves so much to a job."""
+    """An engine's budget that leaves so much to a job."""
     ladder = engine.parts.ladder
     shares = ladder.shares()
-    ladder._governor.set_budget(sum(shares.values()) - shares["budget"] + num_bytes)
+    ladder._largest_budget_bytes = sum(shares.values()) - shares["budget"] + num_bytes
+    ladder._governor.set_budget(ladder._largest_budget_bytes)
 
 
 def needs(engine: Harness, folder: Path, settings: TrainingSettings, longest: int = 100) -> tuple[int, int]:
@@ -94,6 +95,9 @@ def test_an_adapter_that_is_too_large(engine: Harness, tmp_path: Path) -> None:
     leave(engine, state)
     assert "lower lora.r" in answer(engine, tmp_path / "b", LARGE)
     assert answer(engine, tmp_path / "c", SETTINGS) == ""
+    leave(engine, state - 1)  # nothing is made to find that out
+    message = answer(engine, tmp_path / "d", LARGE)
+    assert f"needs {state / MIB:,.1f} MiB for adapter and optimizer alone" in message and "lower lora.r" in message
 
 
 def test_an_example_that_is_too_long(engine: Harness, tmp_path: Path) -> None:

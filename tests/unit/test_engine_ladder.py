@@ -59,7 +59,7 @@ def train(harness: Harness, until: Callable[[], bool] = lambda: False) -> None:
 
 def finish_job(harness: Harness) -> None:
     deadline = time.monotonic() + 60
-    while harness.parts.training.trainer is not None:
+    while harness.parts.training.job is not None:
         assert time.monotonic() < deadline, "the job does not go on"
         harness.loop.step()
 
@@ -318,7 +318,9 @@ def test_a_job_that_comes_while_requests_have_the_memory_waits_for_it(
     while len(harness.parts.scheduler.running) < 7:
         harness.loop.step()
     harness.parts.training.start(job)
-    assert harness.parts.training.trainer.parked and not harness.parts.ladder._governor.leased(STATE)
+    governor = harness.parts.ladder._governor
+    assert harness.parts.training.trainer is None and not governor.leased(STATE), "it would have to be made on theirs"
+    assert not told.of(JobStarted) and told.notes() == ["waits for memory that requests have now"]
     harness.run()
     finish_job(harness)
     assert told.end().status == "succeeded" and trained(job) == undisturbed

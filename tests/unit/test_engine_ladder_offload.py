@@ -16,9 +16,13 @@ from .test_engine_ladder import finish_job, make, train, undisturbed, units_run 
 from .training_job import SETTINGS, Told, trained, write_job
 
 
+@pytest.mark.parametrize("recompute", ["auto", "always"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_micro_batch_that_does_not_fit_is_split(make, tmp_path: Path, deterministic: bool) -> None:  # noqa: F811
-    job = write_job(tmp_path / "job", msgspec.structs.replace(SETTINGS, micro_batch_tokens=400))
+def test_a_micro_batch_that_does_not_fit_is_split(
+    make, tmp_path: Path, deterministic: bool, recompute: str  # noqa: F811
+) -> None:  # fmt: skip
+    settings = msgspec.structs.replace(SETTINGS, micro_batch_tokens=400, recompute=recompute)
+    job = write_job(tmp_path / "job", settings)
     harness = make(8 << 20, deterministic=deterministic)
     harness.parts.training.start(job)
     trainer, ladder = harness.parts.training.trainer, harness.parts.ladder
@@ -54,3 +58,21 @@ def test_inputs_go_to_the_host_for_requests_and_no_bit_changes(
     assert "wait in host memory" in told.notes()[-1]
     finish_job(harness)
     assert trained(job) == undisturbed
+
+
+@pytest.mark.parametrize("recompute", ["auto", "always", "never"])
+def test_no_memory_is_leased_for_graphs_that_are_not_kept(make, tmp_path: Path, recompute: str) -> None:  # noqa: F811
+    harness = make(8 << 20)
+    harness.parts.training.start(write_job(tmp_path / "job", msgspec.structs.replace(SETTINGS, recompute=recompute)))
+    trainer, ladder = harness.parts.training.trainer, harness.parts.ladder
+    train(harness, lambda: trainer.micro_batch_open)
+    tokens, leased = trainer.micro_batch_tokens, ladder._governor.leased(ACTIVATIONS)
+    least, most = trainer.bytes_if_recomputed(tokens), trainer.bytes_if_all_kept(tokens)
+    assert leased == (least if recompute == "always" else most) and least < most
+    harness.parts.latency.observe("forward", tokens, 1.0)
+    rungs = {rung.name: rung for rung in ladder._rungs.of(trainer, most, trainer.state_bytes)}
+    if recompute != "never":
+        assert (rungs["drop_kept"].cost_s > 0) == (recompute == "auto"), "nothing runs again for what was not kept"
+    train(harness, lambda: trainer.at_update_boundary)
+    assert trainer.step == 1
+    harness.parts.training.cancel("job")
