@@ -28,7 +28,7 @@ class JobReports:
         outbox: To the supervisor.
 
     Attributes:
-        last_progress: The newest update of any job.
+        last_progress: The newest update since a job was started.
         total_tokens: Of all updates.
     """
 
@@ -40,6 +40,7 @@ class JobReports:
 
     def started(self, trainer: ParkableTrainer) -> None:
         """The job's trainer is there."""
+        self.last_progress = None
         self._recent.clear()
         self._recent.append((time.perf_counter(), trainer.step, trainer.cursor.processed_tokens))
         self._outbox.notify(
@@ -65,7 +66,9 @@ class JobReports:
             self._outbox.notify(checkpoint)
 
     def _with_rate(self, progress: JobProgress) -> JobProgress:
-        """Fill in tokens per second and the time left, over the last updates of this run."""
+        """Fill in tokens per second and the time left, over the last updates of this run; not of repeated ones."""
+        if self._recent and progress.step <= self._recent[-1][1]:
+            return progress
         self._recent.append((time.perf_counter(), progress.step, progress.processed_tokens))
         (begin_s, begin_step, begin_tokens), (end_s, _, _) = self._recent[0], self._recent[-1]
         if end_s - begin_s <= 0.0 or progress.step <= begin_step:

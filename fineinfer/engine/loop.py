@@ -106,20 +106,23 @@ class EngineLoop:
             self._stats_at_s = 0.0  # whoever waits for the new version hears of it at the end of this turn
         self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
-        stuck = not self.parts.scheduler.running
-        worked = self._run_inference(plan)
-        waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan.slots_wanted, stuck)
+        worked, num_resizes = self._run_inference(plan), self.parts.ladder.num_resizes
+        waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
+        waits_for_training = waits_for_training or self.parts.ladder.exceeds_budget
+        worked = worked or self.parts.ladder.num_resizes != num_resizes  # whoever wanted slots may begin now
         beside = bool(plan.chunks) and self.parts.training.can_run_beside
-        if (plan.train and not beside) or (waits_for_training and self.parts.training.should_finish(idle=not worked)):
+        # what requests are being given now is not for a job that has nothing yet
+        trains = plan.train and not beside and not (plan.slots_wanted > 0 and self.parts.training.stands_by)
+        if trains or (waits_for_training and self.parts.training.should_finish(idle=not plan.chunks)):
             trained = (self.parts.training.feed if beside else self.parts.training.run_unit)()
             self.parts.counters.training_units += 1
             worked = worked or trained or bool(self.parts.scheduler.running)  # which waited for the unit
         self._finish_turn()
         return worked
 
-    def _make_room(self, num_slots: int, stuck: bool) -> bool:
+    def _make_room(self, plan: StepPlan) -> bool:
         """Ask the ladder for slots; of the job as it is now: a unit beside the step may just have ended it."""
-        return self.parts.ladder.make_room(num_slots, self.parts.training.trainer, now_s(), stuck)
+        return self.parts.ladder.make_room(plan.slots_wanted, self.parts.training.trainer, now_s(), plan.stuck)
 
     def _finish_turn(self) -> None:
         self.parts.training.tell(self.parts.ladder.take_steps())

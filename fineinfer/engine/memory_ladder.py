@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 
 from fineinfer.engine.job_memory import JobNeed
-from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, REFUSED, UNPARK, LadderStep, Rung, Rungs, cheapest
+from fineinfer.engine.rungs import FINISH, OFFLOAD, PARK, UNPARK, LadderLog, LadderStep, Rungs, cheapest
 from fineinfer.memory.freed_memory import return_freed_memory
 from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.memory.kv_cache import KVCache
@@ -67,11 +66,12 @@ class MemoryLadder:
         self._hold_until_s = self._next_follow_s = self._last_costly_s = 0.0
         self._hold_s = HOLD_S
         self._kept_layers = self._floor = 0
+        self._begun_at: int | None = None  # the update of the first micro-batch since it has its memory
         self._growth_goal = 0  # slots that the pool is to have, while it has not come so far
-        self._steps: deque[LadderStep] = deque(maxlen=64)
-        self.steps_taken: Counter[str] = Counter()
+        self._log = LadderLog(governor)
+        self.steps_taken = self._log.counts
         self._largest_budget_bytes = governor.budget_bytes
-        self.finishing = False
+        self.finishing = self.owes_update = False
         self.slots_withheld = 0
         self.num_resizes = 0
         self.num_dropped_layers = 0
@@ -84,7 +84,7 @@ class MemoryLadder:
         A job that is promised a share and was parked is not kept out by requests that never stop waiting.
         """
         until_s = min(self._hold_until_s, self._last_costly_s + MAX_HOLD_S) if self._keep_floor else self._hold_until_s
-        return now_s < until_s and not self._floor
+        return now_s < until_s and not self._has_floor
 
     def lease_state(self, num_bytes: int) -> bool:
         """Lease a job's masters, moments and gradients; False if even the smallest pool leaves too little."""
@@ -97,17 +97,42 @@ class MemoryLadder:
         If it is promised a share, further requests must leave it that: ``slots_withheld``; but nothing while the budget
         has no room for it at all.
         """
-        missing = need.state_bytes + need.floor_bytes - self._governor.leased(STATE) - self._governor.free_bytes
-        left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
-        withheld = max(0, self._kv.num_slots - left) if missing > 0 else 0
+        withheld = self._slots_for(need.state_bytes + need.floor_bytes - self._governor.leased(STATE))
         self.slots_withheld = withheld if self._keep_floor and self.can_ever_hold(need) else 0
         return withheld <= self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots())
+
+    def regain_floor(self, trainer: ParkableTrainer) -> bool:
+        """Lease what requests have taken of the floor, once those admitted leave it; further ones must, as for a job.
+
+        Returns:
+            Whether the floor is there, or the budget has no room for it.
+        """
+        self.slots_withheld = 0
+        missing = self._floor - self._governor.leased(ACTIVATIONS)
+        if missing <= 0 or not self.can_ever_hold(JobNeed.of(trainer)):
+            return True
+        withheld = self._slots_for(missing)
+        if withheld <= self._kv.num_slots - max(MIN_KV_SLOTS, self._reserved_slots()):
+            self._shrink_kv_for(missing)
+            return self._governor.lease(ACTIVATIONS, self._floor)
+        self.slots_withheld = withheld
+        return False
+
+    def _slots_for(self, num_bytes: int) -> int:
+        """Slots that the pool must give up for so many bytes."""
+        missing = num_bytes - self._governor.free_bytes
+        left = self._pool.slots_within(self._pool.held_bytes - max(0, missing))
+        return max(0, self._kv.num_slots - left) if missing > 0 else 0
+
+    @property
+    def _has_floor(self) -> bool:
+        return 0 < self._floor <= self._governor.leased(ACTIVATIONS)
 
     def begin_job(self, need: JobNeed) -> bool:
         """Lease what a job always holds; False while that and its largest micro-batch leave the pool too little."""
         if not self.has_room_for(need) or not self.lease_state(need.state_bytes + need.floor_bytes):
             return False
-        self.slots_withheld = 0
+        self.slots_withheld, self._begun_at = 0, None
         self._governor.lease(STATE, need.state_bytes)
         self._floor = need.floor_bytes if self._keep_floor else 0
         return self._governor.lease(ACTIVATIONS, self._floor)
@@ -131,7 +156,7 @@ class MemoryLadder:
         if not self.begin_job(JobNeed.of(trainer)):
             return False
         trainer.unpark()
-        self._note(UNPARK, STATE, trainer.state_bytes, started_s)
+        self._log.note(UNPARK, STATE, trainer.state_bytes, started_s)
         self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
         return True
 
@@ -141,6 +166,7 @@ class MemoryLadder:
         Returns:
             False if not even a fully recomputed micro-batch fits now; training waits.
         """
+        self._begun_at, self.owes_update = trainer.step if self._begun_at is None else self._begun_at, False
         least, most = trainer.next_micro_batch_bytes()
         held = self._governor.leased(ACTIVATIONS)
         wanted = least if time.monotonic() < self._hold_until_s else most  # requests wait for memory: just its floor
@@ -163,12 +189,12 @@ class MemoryLadder:
         offloaded = trainer.can_offload and self._rungs.available(OFFLOAD, time.monotonic())
         if offloaded:
             trainer.offload_inputs()
-            self._count("offload", available)
+            self._log.count("offload", ACTIVATIONS, available)
         num_tokens, fitting = trainer.next_micro_batch_tokens(), trainer.tokens_within(available, offloaded)
         if num_tokens > fitting:
             whole, num_tokens = num_tokens, trainer.split_next_micro_batch(fitting)
             if num_tokens < whole:
-                self._count("split", available)
+                self._log.count("split", ACTIVATIONS, available)
         return trainer.bytes_if_offloaded(num_tokens) if offloaded else trainer.bytes_if_recomputed(num_tokens)
 
     def keeps(self, num_layers: int, layer: int) -> bool:
@@ -197,7 +223,7 @@ class MemoryLadder:
             slots_wanted: Slots missing for requests.
             trainer: The job that runs, if any.
             now_s: ``time.monotonic()``.
-            stuck: No request runs, so this is the only way for any to start.
+            stuck: No request can go on, so they may take what is kept for training, once that has made an update.
 
         Returns:
             Whether the pool has them now. If not, the running micro-batch or a request must end first.
@@ -205,20 +231,20 @@ class MemoryLadder:
         goal = min(self._kv.max_slots, self._kv.num_slots + slots_wanted)
         self._hold(now_s)
         self._release_idle(trainer, self._floor)
-        self.finishing = False
+        self.finishing = self.owes_update = False
         wanted = self._pool.bytes_for(goal) - self._pool.held_bytes
         missing = wanted - max(0, self._governor.free_bytes)
         if missing > 0 and trainer is not None:
-            floor = 0 if stuck and missing > self._above_floor() else self._floor
-            self._descend(trainer, missing, now_s, floor)
+            above = self._governor.leased(ACTIVATIONS) - self._floor
+            owed = stuck and self._floor > 0 and not self._has_made_an_update(trainer)
+            self._descend(trainer, missing, now_s, 0 if stuck and missing > above and not owed else self._floor)
+            self.owes_update = owed
         self.grow_kv(goal)
         return self._kv.num_slots >= goal
 
     def take_steps(self) -> list[LadderStep]:
         """What was taken and given back since the last call, for the job's events."""
-        steps = list(self._steps)
-        self._steps.clear()
-        return steps
+        return self._log.take()
 
     def grow_kv(self, goal: int | None = None) -> None:
         """Grow the pool to ``goal`` slots (None: as far as it can), within the free bytes."""
@@ -242,10 +268,17 @@ class MemoryLadder:
         self._governor.set_budget(num_bytes)
         self._largest_budget_bytes = max(self._largest_budget_bytes, num_bytes)
         if self._governor.free_bytes >= 0:
+            if trainer is not None and not trainer.parked:
+                self.regain_floor(trainer)
             self.grow_kv()
         else:
             return_freed_memory(self._pool.device)  # whoever the budget was cut for waits for what is cached, too
             self.follow_budget(trainer, now_s)
+
+    @property
+    def exceeds_budget(self) -> bool:
+        """Whether more is leased than a smaller budget allows."""
+        return self._governor.free_bytes < 0
 
     def follow_budget(self, trainer: ParkableTrainer | None, now_s: float) -> None:
         """While leases exceed the budget, give back: free slots first, then what training holds; called every turn.
@@ -270,8 +303,7 @@ class MemoryLadder:
         if now_s - self._last_costly_s > CALM_S:
             self._hold_s = HOLD_S
         if now_s >= self._hold_until_s:
-            self.steps_taken["hold"] += 1
-            self._governor.record("hold", ACTIVATIONS, self._governor.leased(ACTIVATIONS))
+            self._log.count("hold", ACTIVATIONS, self._governor.leased(ACTIVATIONS))
         self._hold_until_s = max(self._hold_until_s, now_s + self._hold_s)
 
     def _release_idle(self, trainer: ParkableTrainer | None, floor: int) -> None:
@@ -280,8 +312,9 @@ class MemoryLadder:
             self._governor.lease(ACTIVATIONS, floor)
             return_freed_memory(self._pool.device)
 
-    def _above_floor(self) -> int:
-        return self._governor.leased(ACTIVATIONS) - self._floor
+    def _has_made_an_update(self, trainer: ParkableTrainer) -> bool:
+        """Since it has its memory: else requests that come one after the other would park it each time before that."""
+        return self._begun_at is not None and trainer.step > self._begun_at
 
     def _descend(
         self, trainer: ParkableTrainer, num_bytes: int, now_s: float, floor: int, forced: bool = False
@@ -300,7 +333,7 @@ class MemoryLadder:
         started_s = time.perf_counter()
         taken = self._rungs.take(rung, trainer, now_s)
         if taken.why:
-            self._refused(rung, taken.why)
+            self._log.refused(rung, taken.why)
         if taken.rung is None:
             return
         rung, num_layers = taken.rung, taken.num_layers
@@ -315,28 +348,11 @@ class MemoryLadder:
             needed = max(needed, sizes(trainer.micro_batch_tokens))
         self._governor.lease(ACTIVATIONS, min(needed, self._governor.leased(ACTIVATIONS)))
         return_freed_memory(self._pool.device)
-        self._note(rung.name, STATE if rung.name == PARK else ACTIVATIONS, rung.num_bytes, started_s, num_layers)
+        self._log.note(rung.name, STATE if rung.name == PARK else ACTIVATIONS, rung.num_bytes, started_s, num_layers)
         if rung.name == PARK:
             self._rungs.observe_move(trainer.state_bytes, time.perf_counter() - started_s)
         self._last_costly_s = now_s
         self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s)
-
-    def _refused(self, rung: Rung, why: str) -> None:
-        logger.warning("the job's memory cannot be had by %s now: %s", rung.name, why)
-        self._governor.record(REFUSED, rung.name, rung.num_bytes)
-        self._steps.append(LadderStep(REFUSED, rung.num_bytes, 0.0, why=why))
-        self.steps_taken[REFUSED] += 1
-
-    def _count(self, name: str, available: int) -> None:
-        """A step that repeats with each micro-batch: in the counters and the governor's record, not the job's story."""
-        self._governor.record(name, ACTIVATIONS, available)
-        self.steps_taken[name] += 1
-
-    def _note(self, name: str, owner: str, num_bytes: int, started_s: float, num_layers: int = 0) -> None:
-        ms = 1e3 * (time.perf_counter() - started_s)
-        self._governor.record(name, owner, num_bytes, ms)
-        self._steps.append(LadderStep(name, num_bytes, ms, num_layers))
-        self.steps_taken[name] += 1
 
     # ------------------------------------------------------------ inside
 

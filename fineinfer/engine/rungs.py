@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fineinfer.memory.governor import MemoryGovernor
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.parking import ParkableTrainer
+
+logger = logging.getLogger(__name__)
 
 DROP, OFFLOAD, FINISH, ABORT, PARK, UNPARK = "drop_kept", "offload", "finish", "abort", "park", "unpark"
 REFUSED = "refused"  # a rung that could not be taken
@@ -61,6 +66,42 @@ class LadderStep:
     def told(self) -> str:
         """As the job's user reads it."""
         return MEMORY_STORY[self.name].format(layers=self.num_layers, mib=self.num_bytes / 2**20, why=self.why)
+
+
+class LadderLog:
+    """What was taken and given back: in the governor's record, in counters, and as the story of the job.
+
+    Attributes:
+        counts: How often each step was taken.
+    """
+
+    def __init__(self, governor: MemoryGovernor) -> None:
+        self._governor = governor
+        self._steps: deque[LadderStep] = deque(maxlen=64)
+        self.counts: Counter[str] = Counter()
+
+    def count(self, name: str, owner: str, num_bytes: int, ms: float = 0.0) -> None:
+        """A step that repeats with each micro-batch: no part of the story."""
+        self._governor.record(name, owner, num_bytes, ms)
+        self.counts[name] += 1
+
+    def note(self, name: str, owner: str, num_bytes: int, started_s: float, num_layers: int = 0) -> None:
+        """A step that began at ``started_s`` (``time.perf_counter()``) and has just ended."""
+        ms = 1e3 * (time.perf_counter() - started_s)
+        self.count(name, owner, num_bytes, ms)
+        self._steps.append(LadderStep(name, num_bytes, ms, num_layers))
+
+    def refused(self, rung: Rung, why: str) -> None:
+        """A rung that could not be taken."""
+        logger.warning("the job's memory cannot be had by %s now: %s", rung.name, why)
+        self.count(REFUSED, rung.name, rung.num_bytes)
+        self._steps.append(LadderStep(REFUSED, rung.num_bytes, 0.0, why=why))
+
+    def take(self) -> list[LadderStep]:
+        """The story since the last call."""
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
 
 
 class Taken(NamedTuple):

@@ -45,7 +45,8 @@ class StatisticsSource:
             num_unslotted: Requests that wait for an adapter slot.
         """
         num_cached = self.kv_cache.num_cached
-        progress, trainer = training.last_progress, training.trainer
+        progress = None if training.job is None else training.reports.last_progress
+        trainer = training.trainer
         return EngineStats(
             boot_id=self.boot_id,
             time_s=now_s(),
@@ -67,7 +68,7 @@ class StatisticsSource:
             train_loss=None if progress is None else progress.loss,
             train_learning_rate=None if progress is None else progress.learning_rate,
             train_grad_norm=None if progress is None else progress.grad_norm,
-            train_tokens_total=training.total_tokens,
+            train_tokens_total=training.reports.total_tokens,
             train_tokens_per_s=0.0 if progress is None else progress.tokens_per_s,
             train_eta_s=None if progress is None else progress.eta_s,
             train_yielded_s_total=training.yielded_s,

@@ -26,7 +26,7 @@ from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
 from fineinfer.engine.rungs import LadderStep
 from fineinfer.engine.unit_times import UnitTimes
-from fineinfer.messages import JobProgress, JobUsage, StartJob
+from fineinfer.messages import JobUsage, StartJob
 from fineinfer.model.decoder import Decoder
 from fineinfer.scheduler.latency_model import LatencyModel
 from fineinfer.scheduler.scheduler import TrainingState
@@ -78,7 +78,7 @@ class TrainingHost:
         self._decoder = decoder
         self._ladder = ladder
         self._latency = latency
-        self._outbox, self._reports = outbox, JobReports(outbox)
+        self._outbox, self.reports = outbox, JobReports(outbox)
         self._how, self._ops = how, pick_ops(how.backend, decoder.device)
         self._times = UnitTimes(latency, decoder.device, self.can_run_beside)
         self.job: StartJob | None = None
@@ -96,14 +96,14 @@ class TrainingHost:
         self.end_pause(wait=True)
         if self.job is not None:
             if self.job.job_id != message.job_id:
-                self._reports.ended(message.job_id, "failed", "job_state_conflict", "another job is running")
+                self.reports.ended(message.job_id, "failed", "job_state_conflict", "another job is running")
             return
         self.job, self._patience = message, Patience()
         self._need = JobNeed.of_state(message, self._decoder, self._ops is not None)
         self._times.used_s = self._reported_s = message.device_s
         try:
             if not self._make_trainer(message):
-                self._reports.note(message.job_id, "info", "waits for memory that requests have now")
+                self.reports.note(message.job_id, "info", "waits for memory that requests have now")
         except Exception as error:
             self._stumbled(error, lost=True)
 
@@ -124,7 +124,7 @@ class TrainingHost:
         if not self._ladder.begin_job(need):
             trainer.park()  # requests have the memory now: it begins as one that was parked for them
             self._ladder.let_go()
-        self._reports.started(trainer)
+        self.reports.started(trainer)
         return True
 
     def _check_fits(self, job: StartJob, need: JobNeed, trainer: ParkableTrainer | None = None) -> None:
@@ -148,7 +148,7 @@ class TrainingHost:
         if self._pausing is not None and self._pausing.trainer.job_id == job_id:
             self._pausing.trainer.close()
             self._pausing = None
-        self._reports.ended(job_id, "cancelled")
+        self.reports.ended(job_id, "cancelled")
 
     def pause(self, job_id: str) -> None:
         """Stop in mid-step, give the memory back and write a checkpoint of the last finished update.
@@ -159,14 +159,14 @@ class TrainingHost:
         if self.job is not None and self.job.job_id == job_id:
             self._leave(self.job)
         elif self._pausing is None or self._pausing.trainer.job_id != job_id:
-            self._reports.ended(job_id, "paused")
+            self.reports.ended(job_id, "paused")
 
     def _leave(self, job: StartJob, reason: TrainingError | None = None) -> None:
         """Pause the job, for a ``reason`` or because a user asked for it."""
         trainer = self.trainer
         if trainer is None:  # nothing of it is here
             self._close()
-            self._reports.ended_by(job.job_id, reason, "paused")
+            self.reports.ended_by(job.job_id, reason, "paused")
             return
         try:
             written = write_resume_point(trainer)
@@ -192,12 +192,12 @@ class TrainingHost:
         if error is not None and (isinstance(error, CheckpointError) or not isinstance(error, TrainingError)):
             logger.warning("job %s is paused without a checkpoint", trainer.job_id, exc_info=error)
             message = f"paused without a new checkpoint, the updates since the last one will run again: {error}"
-            self._reports.note(trainer.job_id, "error", message)
+            self.reports.note(trainer.job_id, "error", message)
             error = None
-        self._reports.send(trainer)
+        self.reports.send(trainer)
         if beside:
             trainer.close()
-        self._reports.ended_by(trainer.job_id, error or reason, "paused")
+        self.reports.ended_by(trainer.job_id, error or reason, "paused")
 
     def park(self) -> None:
         """Write a checkpoint of the last finished update and let go; the job stays ``running`` and resumes later."""
@@ -207,7 +207,7 @@ class TrainingHost:
                 self.trainer.save_and_leave()
             except Exception as error:
                 logger.warning("the job could not be checkpointed at shutdown: %s", error)
-            self._reports.send(self.trainer)
+            self.reports.send(self.trainer)
         if self.job is not None:
             self._close()
 
@@ -222,7 +222,15 @@ class TrainingHost:
         Args:
             idle: No request can run meanwhile.
         """
-        return self.trainer is not None and self.trainer.micro_batch_open and (idle or self._ladder.finishing)
+        if self.trainer is None:
+            return False
+        goes_on = self.trainer.micro_batch_open and (idle or self._ladder.finishing)
+        return goes_on or self._ladder.owes_update
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether the job holds nothing, so that its next unit begins by taking all its memory."""
+        return self.trainer is None or self.trainer.parked
 
     def state(self, now_s: float) -> TrainingState:
         """What the scheduler needs to decide."""
@@ -232,9 +240,11 @@ class TrainingHost:
             return TrainingState()
         if self._held(now_s):
             return TrainingState()
-        begins = trainer is None or trainer.parked
-        ready = not begins or self._ladder.has_room_for(self._need if trainer is None else JobNeed.of(trainer))
-        withheld = self._ladder.slots_withheld if begins else 0
+        if trainer is None or trainer.parked:
+            ready = self._ladder.has_room_for(self._need if trainer is None else JobNeed.of(trainer))
+        else:
+            ready = self._ladder.regain_floor(trainer) or trainer.micro_batch_open
+        withheld = self._ladder.slots_withheld
         started = trainer is not None and not trainer.at_update_boundary
         units = Counter[tuple[str, int]]()
         if trainer is not None:
@@ -246,7 +256,7 @@ class TrainingHost:
     def _held(self, now_s: float) -> bool:
         """Whether the next unit would begin to use memory that requests wait for."""
         trainer = self.trainer
-        begins = trainer is None or trainer.parked or trainer.begins_micro_batch
+        begins = trainer is None or self.stands_by or trainer.begins_micro_batch
         return begins and self._ladder.holding(now_s)
 
     def _estimate(self, kind: str, num_tokens: int) -> float:
@@ -258,16 +268,6 @@ class TrainingHost:
     def can_run_beside(self) -> bool:
         """Whether units can run beside steps."""
         return self._how.stream is not None
-
-    @property
-    def last_progress(self) -> JobProgress | None:
-        """The newest update of any job."""
-        return self._reports.last_progress
-
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of all updates."""
-        return self._reports.total_tokens
 
     @property
     def job_device_s(self) -> float:
@@ -324,7 +324,7 @@ class TrainingHost:
 
     def _timed_advance(self, trainer: ParkableTrainer, beside: bool) -> None:
         now_s = time.perf_counter()
-        if self._last_unit_s is not None and not trainer.at_update_boundary:
+        if self._last_unit_s is not None and not trainer.at_update_boundary and not self._times.num_pending:
             self.yielded_s += max(0.0, now_s - self._last_unit_s)
         self._times.advance(trainer, beside)
         self._last_unit_s = time.perf_counter()
@@ -338,7 +338,7 @@ class TrainingHost:
         """Send what the unit finished: updates, notes, checkpoints, the job."""
         if self.job_device_s - self._reported_s >= USAGE_EVERY_S:
             self._report_usage()
-        self._reports.send(trainer)
+        self.reports.send(trainer)
         if trainer.finished:
             ended = succeeded(trainer)
             self._close()
@@ -361,7 +361,7 @@ class TrainingHost:
         step = 0 if trainer is None else trainer.step
         if trainer is not None and (lost or not give_back(trainer)):
             trainer.wait_until_written()
-            self._reports.send(trainer)
+            self.reports.send(trainer)
             self._drop_trainer()
         self._ladder.let_go()
         why = str(error).partition("\n")[0] or type(error).__name__
@@ -370,14 +370,14 @@ class TrainingHost:
             return
         message = f"parked: there was no memory for it, it is tried again in {self._patience.delay_s:.0f} s: {why}"
         logger.warning("job %s is %s", job.job_id, message)
-        self._reports.note(job.job_id, "warn", message)
+        self.reports.note(job.job_id, "warn", message)
 
     def _fail(self, error: Exception) -> None:
         job_id = "" if self.job is None else self.job.job_id
         if self.trainer is not None:
-            self._reports.send(self.trainer)
+            self.reports.send(self.trainer)
         self._close()
-        self._reports.ended_by(job_id, error)
+        self.reports.ended_by(job_id, error)
 
     def _close(self) -> None:
         self._drop_trainer()
@@ -397,4 +397,4 @@ class TrainingHost:
     def tell(self, steps: list[LadderStep]) -> None:
         """Tell the job's user what its memory went through."""
         if self.job is not None:
-            self._reports.tell(self.job.job_id, steps)
+            self.reports.tell(self.job.job_id, steps)

@@ -33,12 +33,14 @@ class StepPlan:
         train: Whether one training unit runs after them.
         preempted: Sequences that gave up their KV in this turn (reported, not run).
         slots_wanted: KV slots missing for the next request to be admitted or for those that run; 0 if none lacks any.
+        stuck: No request can go on without them.
     """
 
     chunks: tuple[Chunk, ...] = ()
     train: bool = False
     preempted: tuple[Sequence, ...] = ()
     slots_wanted: int = 0
+    stuck: bool = False
 
     @property
     def num_rows(self) -> int:

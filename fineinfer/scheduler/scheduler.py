@@ -118,11 +118,13 @@ class Scheduler:
         self._asked = draft.slots_wanted > 0
         # nothing could be admitted and nothing runs: memory is elsewhere, so training may use the turn unless it
         # holds that memory (then the ladder takes it back before the next turn)
-        stuck = bool(self.waiting) and not draft.chunks and turn.admit and not self._asked
-        train = turn.train or (stuck and training.ready)
+        elsewhere = bool(self.waiting) and not draft.chunks and turn.admit and not self._asked
+        train = turn.train or (elsewhere and training.ready)
         if train:
             self._last_unit_s = now_s
-        plan = StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted)
+        idle = not draft.chunks and not any(sequence.num_in_flight for sequence in self.running)
+        stuck = self._asked and idle and (turn.infer or not self.running)
+        plan = StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted, stuck)
         if plan.chunks:
             kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
             self._last_step_s = self._latency.estimate(kind, plan.num_rows)

@@ -191,7 +191,7 @@ def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     for module in ("loop", "inbox"):
         monkeypatch.setattr(f"fineinfer.engine.{module}.now_s", clock)
     ticks = SimpleNamespace(monotonic=clock, perf_counter=lambda: clock(1e-3))
-    for module in ("memory_ladder", "training_host"):
+    for module in ("memory_ladder", "rungs", "training_host", "job_reports"):
         monkeypatch.setattr(f"fineinfer.engine.{module}.time", ticks)
 
 

@@ -174,7 +174,7 @@ def test_another_program_gets_the_memory_that_the_budget_loses(make) -> None:
 
 
 class StubTrainer:
-    num_layers, micro_batch_open, micro_batch_tokens, can_drop = 4, False, 10, True
+    num_layers, micro_batch_open, micro_batch_tokens, can_drop, step = 4, False, 10, True, 0
 
     def next_micro_batch_tokens(self) -> int:
         return 10
