@@ -42,6 +42,7 @@ IDLE_WAIT_S = 0.1
 BUSY_WAIT_S = 2e-3  # while an adapter is being read
 POLL_S = 1e-4  # between two looks at the device while a step runs beside training
 STATS_PERIOD_S = 1.0
+TOO_LARGE_NOW = "The memory budget has been lowered and has no room for a request this long; try again later."
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class EngineLoop:
             self._stats_at_s = 0.0  # whoever waits for the new version hears of it at the end of this turn
         self.parts.ladder.follow_budget(self.parts.training.trainer, now_s())
         plan = self.parts.scheduler.plan(now_s(), self.parts.training.state(now_s()))
+        for sequence in plan.hopeless:
+            self.parts.desk.end(sequence, FinishReason.ERROR, "engine_overloaded", TOO_LARGE_NOW)
         worked, num_resizes = self._run_inference(plan), self.parts.ladder.num_resizes
         waits_for_training = plan.slots_wanted > 0 and not self._make_room(plan)
         waits_for_training = waits_for_training or self.parts.ladder.exceeds_budget

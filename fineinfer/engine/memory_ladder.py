@@ -263,6 +263,11 @@ class MemoryLadder:
 
     # ------------------------------------------------------------ the budget
 
+    def reachable_slots(self) -> int:
+        """Slots that the pool could have under the budget, were there no training."""
+        own = sum(self._governor.leased(owner) for owner in (KV, STATE, ACTIVATIONS))
+        return min(self._kv.max_slots, self._pool.slots_within(own + self._governor.free_bytes))
+
     def set_budget(self, num_bytes: int, trainer: ParkableTrainer | None, now_s: float) -> None:
         """Change the budget: the pool grows into a larger one; ``follow_budget`` gets below a smaller one."""
         self._governor.set_budget(num_bytes)

@@ -218,6 +218,7 @@ def wire(settings: EngineSettings, token: bytes, base: Base, kv_cache: KVCache, 
     keep_floor = settings.policy == "slo" and settings.train_share_min > 0
     rungs = Rungs(latency, device.type)
     ladder = MemoryLadder(governor, kv_cache, scheduler.reserved_slots, rungs, keep_floor)
+    scheduler.reachable_slots = ladder.reachable_slots
     runner = make_runner(base.runner_parts, kv_cache)
     base.times.ended("memory")
     said = prepare(base.runner_parts, runner)

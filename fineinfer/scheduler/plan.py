@@ -34,6 +34,7 @@ class StepPlan:
         preempted: Sequences that gave up their KV in this turn (reported, not run).
         slots_wanted: KV slots missing for the next request to be admitted or for those that run; 0 if none lacks any.
         stuck: No request can go on without them.
+        hopeless: Sequences that the memory budget has no room for, even alone; they are to be ended.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -41,6 +42,7 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     slots_wanted: int = 0
     stuck: bool = False
+    hopeless: tuple[Sequence, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -54,4 +56,5 @@ class PlanDraft:
 
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
+    hopeless: list[Sequence] = field(default_factory=list)
     slots_wanted: int = 0

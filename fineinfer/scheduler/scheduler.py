@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fineinfer.memory.kv_cache import KVCache
@@ -71,6 +72,9 @@ class Scheduler:
         limits: Bounds of one forward.
         policy: Co-scheduling policy.
         latency: Slice times; None for one of its own that knows nothing.
+
+    Attributes:
+        reachable_slots: Slots that the pool could have under the budget of the moment.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Scheduler:
         self._policy = policy
         self._latency = LatencyModel() if latency is None else latency
         self._last_unit_s = self._last_step_s = 0.0
+        self.reachable_slots: Callable[[], int] = lambda: kv_cache.max_slots
         self._asked = False  # the last plan asked for a larger pool
         self.rows = SequenceRows(kv_cache)
         self.waiting = WaitingQueue()
@@ -124,7 +129,8 @@ class Scheduler:
             self._last_unit_s = now_s
         idle = not draft.chunks and not any(sequence.num_in_flight for sequence in self.running)
         stuck = self._asked and idle and (turn.infer or not self.running)
-        plan = StepPlan(tuple(draft.chunks.values()), train, tuple(draft.preempted), draft.slots_wanted, stuck)
+        chunks, preempted, hopeless = tuple(draft.chunks.values()), tuple(draft.preempted), tuple(draft.hopeless)
+        plan = StepPlan(chunks, train, preempted, draft.slots_wanted, stuck, hopeless)
         if plan.chunks:
             kind = "decode" if plan.num_rows == len(plan.chunks) else "prefill"
             self._last_step_s = self._latency.estimate(kind, plan.num_rows)
@@ -168,6 +174,9 @@ class Scheduler:
             full = len(self.running) >= self._limits.max_num_seqs
             peak = 0 if full else self._peak([*self.running, candidate], self.predictor, num_slots)
             if full or peak > num_slots:
+                if expected_peak([candidate], self.predictor) > self.reachable_slots():
+                    draft.hopeless.append(candidate)  # it would let nobody past for ever
+                    return
                 if not full and self._ask(peak, draft):
                     return
                 victims = self._giving_way(candidate, num_slots)
@@ -233,6 +242,8 @@ class Scheduler:
             if self._ask(max(self.reserved_slots(), self._kv.num_slots + length), draft):
                 return False
             if self.running[-1] is sequence:
+                if len(self.running) == 1 and sequence.num_computed + length > self.reachable_slots():
+                    draft.hopeless.append(sequence)
                 return False
             self._preempt(self.running[-1], draft)
         return True

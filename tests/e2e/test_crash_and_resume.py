@@ -46,11 +46,18 @@ def wait_step(server: LiveServer, job_id: str, step: int) -> None:
     until(reached, f"the job never reached step {step}")
 
 
-def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp_path, capsys):
-    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
-    with live_server(tmp_path / "quiet", *flags) as server:
-        want = loss_trace(server, server.wait_job(start_job(server, "probe")))
-    with live_server(tmp_path / "killed", *flags) as server:
+FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
+
+
+@pytest.fixture(scope="module")
+def want(tiny_model, tmp_path_factory) -> dict[int, float]:
+    """The loss trace of the job undisturbed."""
+    with live_server(tmp_path_factory.mktemp("quiet"), str(tiny_model), *FLAGS) as server:
+        return loss_trace(server, server.wait_job(start_job(server, "probe")))
+
+
+def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp_path, want, capsys):
+    with live_server(tmp_path / "killed", str(tiny_model), *FLAGS) as server:
         job_id = start_job(server, "probe")
         outcomes: list[str] = []
         started = threading.Semaphore(0)
@@ -97,9 +104,8 @@ def test_killed_engine_comes_back_and_the_loss_trace_is_the_same(tiny_model, tmp
     assert got == want
 
 
-def test_ctrl_c_checkpoints_and_a_restart_goes_on(tiny_model, tmp_path):
-    flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
-    state = tmp_path / "state"
+def test_ctrl_c_checkpoints_and_a_restart_goes_on(tiny_model, tmp_path, want):
+    flags, state = (str(tiny_model), *FLAGS), tmp_path / "state"
     with live_server(state, *flags) as server:
         job_id = start_job(server, "probe")
         wait_step(server, job_id, 7)
@@ -109,6 +115,4 @@ def test_ctrl_c_checkpoints_and_a_restart_goes_on(tiny_model, tmp_path):
         assert job["status"] == "succeeded"
         steps = loss_trace(server, job)
         assert sorted(steps) == list(range(1, 49))
-    with live_server(tmp_path / "quiet", *flags) as server:
-        want = loss_trace(server, server.wait_job(start_job(server, "probe")))
     assert steps == want

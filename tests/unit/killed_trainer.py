@@ -274,9 +274,12 @@ class Runs:
         return dict(json.loads((self._folder / "ended").read_bytes()))
 
 
-def kills_at_writes(decoder: Decoder, folder: Path, mode: str, numbers: range) -> Iterator[dict[str, Any]]:
-    """A life that dies at write n, and one that ends; for n of ``numbers``, until none dies."""
-    for n, power in ((n, power) for n in numbers for power in (False, True)):
+def kills_at_writes(decoder: Decoder, folder: Path, mode: str, numbers: range, both: bool) -> Iterator[dict[str, Any]]:
+    """A life that dies at write n, and one that ends; for n of ``numbers``, until none dies.
+
+    ``both``: by a kill and by a power cut, else by the one and the other in turn.
+    """
+    for n, power in ((n, power) for n in numbers for power in (False, True) if both or power == n % 2):
         runs = Runs(decoder, folder / f"w{n}{power}", mode)
         read, write = os.pipe()
         ended = runs.wait(runs.live(n, power, lambda name, end=write: os.write(end, f"{name}\n".encode()) and None))
@@ -327,6 +330,7 @@ def kills_at_moments(decoder: Decoder, folder: Path, num_kills: int, num_events:
 
 def main() -> None:
     folder, mode, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    most = 1000  # writes of a job: fewer
     torch.set_num_threads(1)
     gc.disable()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -346,7 +350,7 @@ def main() -> None:
     else:
         before = events[: events.index("parked")] if mode == "again" else []  # what comes after it is what is new
         first = 1 + sum(name.endswith(DURABLE) for name in before)
-        found = kills_at_writes(decoder, folder, mode, range(first, first + count))
+        found = kills_at_writes(decoder, folder, mode, range(first, first + most), count >= most)
     for line in found:
         print(json.dumps(line), flush=True)
 

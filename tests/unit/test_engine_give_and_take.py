@@ -10,7 +10,7 @@ import pytest
 
 from fineinfer.engine.memory_ladder import ACTIVATIONS, KV
 from fineinfer.engine.training_host import TrainingHost
-from fineinfer.messages import JobProgress, SetBudget
+from fineinfer.messages import CancelJob, JobProgress, SetBudget
 
 from . import engine_harness
 from .engine_harness import BYTES_PER_SLOT
@@ -156,6 +156,29 @@ def test_a_smaller_budget_is_followed_when_ending_the_micro_batch_is_cheapest(
         harness.clock(0.01)
         harness.loop.step()
     assert governor.free_bytes >= 0
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_request_that_a_lowered_budget_has_no_room_for_ends_and_blocks_nobody(
+    make: Callable[..., TaggedHarness], grows: bool
+) -> None:
+    harness = make(1000, max_model_len=512, max_num_batched_tokens=512, train_share_min=0.05)
+    governor = harness.parts.ladder._governor
+    harness.send(CancelJob(job_id="job"))
+    for _ in range(20):
+        harness.parts.scheduler.predictor.record(None, 20)
+    fixed = sum(governor.leased(owner) for owner in ("weights", "workspace", "adapters"))
+    harness.send(SetBudget(num_bytes=fixed + 200 * BYTES_PER_SLOT))
+    harness.loop.step()
+    harness.add("large", [9] * (100 if grows else 300), **({} if grows else {"max_tokens": 20}))
+    for n in range(3):
+        harness.add(f"small{n}", [20 + n] * 60, max_tokens=20)
+    for _ in range(1000):
+        harness.clock(0.01)
+        harness.loop.step()
+    assert harness.outputs["large"][-1].error_code == "engine_overloaded"
+    assert (len(harness.tokens("large")) > 20) == grows
+    assert all(len(harness.tokens(f"small{n}")) == 20 for n in range(3)) and not harness.parts.desk.open
 
 
 def test_a_turn_that_makes_room_is_followed_by_the_next_at_once(make: Callable[..., TaggedHarness]) -> None:
