@@ -44,7 +44,10 @@ SETTINGS = TrainingSettings(
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    folder = tmp_path_factory.mktemp("model")
+    return load_tiny_decoder(tmp_path_factory.mktemp("model"))
+
+
+def load_tiny_decoder(folder: Path) -> Decoder:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return load_model(folder, dtype="float32", load_format="dummy").decoder
 
