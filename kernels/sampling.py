@@ -118,7 +118,8 @@ def _threshold(row, vocab, low, high, limit, peak, scale, floor, COUNT: tl.const
 @triton.jit
 def _draw(row, vocab, peak, temperature, top_k, top_p, min_p, word0, word1, BLOCK: tl.constexpr):
     """Token of a usable row at a temperature above 0."""
-    scale = tl.minimum(_LOG2E / temperature, _MOST_SCALE)
+    # Triton 3.7's interpreter cannot divide a constant by a tensor
+    scale = tl.minimum(tl.full((), _LOG2E, tl.float32) / temperature, _MOST_SCALE)
     cut = tl.full((), _MINUS_INF_KEY, tl.int64)
     high = _key(peak).to(tl.int64)
     if (top_k > 0) & (top_k < vocab):

@@ -138,6 +138,7 @@ MEMORY_SCRIPT = """
 import json, sys
 from pathlib import Path
 import msgspec, torch
+sys.path.append(sys.argv[2])  # at the end: kernels/ there is no package
 from fineinfer.memory.host import rss_anon_bytes, set_malloc_thresholds, trim_heap
 from fineinfer.messages import LoraSpec
 from tests.unit.test_training_checkpoint import SETTINGS, load_tiny_decoder, run, start_job
@@ -162,8 +163,8 @@ json.dump([sizes, moved], sys.stdout)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_the_memory_of_a_parked_job_leaves_the_process(tmp_path: Path) -> None:
-    command, root = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path)], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(tmp_path), str(Path(__file__).parents[2])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     sizes, moved = json.loads(done.stdout)
     assert len(sizes) == 4 and min(sizes) > 32 << 20
