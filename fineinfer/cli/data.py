@@ -31,10 +31,11 @@ def _judge(path: Path, model: str | None, flags: dict[str, Any], with_tokens: bo
     from fineinfer.server.api_process import start_errors
     from fineinfer.server.job_params import JobRequest, Limits, data_settings, parse_hyperparameters
     from fineinfer.server.job_validation import JobSettings, model_path
-    from fineinfer.text.tokenizer import load_tokenizer
+    from fineinfer.text.tokenizer import forgo_torch, load_tokenizer
 
     if not path.is_file():
         raise CliError(f"{path}: no such file")
+    forgo_torch()
     base = JobSettings("", model)
     reasons: tuple[type[Exception], ...] = (InvalidRequestError, *start_errors())
     try:

@@ -28,7 +28,7 @@ from fineinfer.data.problems import Problem, ProblemLog, ProblemReport, RowError
 from fineinfer.data.reader import read_rows
 from fineinfer.hashing import CHAT_TEMPLATE_FILE, file_sha256
 from fineinfer.text.chat_template import ChatTemplateError
-from fineinfer.text.tokenizer import load_tokenizer
+from fineinfer.text.tokenizer import forgo_torch, load_tokenizer
 
 PROBLEMS_FILE = "problems.json"
 EXIT_BAD_FILE = 2
@@ -297,6 +297,7 @@ def main(argv: list[str]) -> int:
     """Entry of the child; see the module."""
     settings = msgspec.json.decode(Path(argv[0]).read_bytes(), type=PrepareSettings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    forgo_torch()
     verdict = prepare(settings, lambda: load_tokenizer(Path(settings.model_path)))
     if isinstance(verdict, DatasetSummary):
         return 0

@@ -79,7 +79,7 @@ def test_adapters_are_loaded_moved_and_kept_over_a_restart(tiny_model: Path, tmp
 
 def serves_live(server: LiveServer) -> None:
     """A job's name answers before its first checkpoint, with newer and newer steps, and with its result at the end."""
-    settings = {"n_epochs": 12, "batch_size": 4, "learning_rate": 1e-3, "lora": {"r": 4}}
+    settings = {"n_epochs": 6, "batch_size": 4, "learning_rate": 1e-3, "lora": {"r": 4}}
     body = {
         "model": "tiny", "training_file": server.upload(chat_rows(48)), "suffix": "learning",
         "method": {"type": "supervised", "supervised": {"hyperparameters": settings}}, "serve_while_training": "live",
@@ -92,11 +92,11 @@ def serves_live(server: LiveServer) -> None:
         answer = server.http.post("/v1/chat/completions", json=QUESTION | {"model": "learning", "max_tokens": 1})
         if answer.status_code == 200:
             seen.append((answer.json()["adapter_version"], answer.json()["adapter_step"]))
-        return bool(seen) and seen[-1][1] == 144 and not seen[-1][0].startswith("live-")
+        return bool(seen) and seen[-1][1] == 72 and not seen[-1][0].startswith("live-")
 
     until(saw_the_last_checkpoint)
     assert seen[0][0].startswith("live-ftjob-") and len({step for _, step in seen}) > 3, seen
     assert [step for _, step in seen] == sorted(step for _, step in seen)
     result = server.wait_job(job.json()["id"])
-    assert result["status"] == "succeeded" and seen[-1] == (ask(server, "learning")["adapter_version"], 144)
+    assert result["status"] == "succeeded" and seen[-1] == (ask(server, "learning")["adapter_version"], 72)
     assert server.http.get("/v1/models/learning").json()["fineinfer"]["state"] == "loaded"

@@ -14,11 +14,11 @@ from .test_crash_and_resume import loss_trace, wait_step
 pytestmark = pytest.mark.e2e
 
 
-def start_training(server: LiveServer, num_rows: int = 64, epochs: int = 50, **settings) -> str:
+def start_training(server: LiveServer, epochs: int = 50, suffix: str = "busy", **settings) -> str:
     body = {
         "model": server.base_model,
-        "training_file": server.upload(chat_rows(num_rows)),
-        "suffix": "busy",
+        "training_file": server.upload(chat_rows(64)),
+        "suffix": suffix,
         "method": {
             "type": "supervised",
             "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 16, **settings}},
@@ -62,23 +62,38 @@ def longest_mean_slice(server: LiveServer) -> float:
     )
 
 
-@pytest.mark.parametrize(("policy", "bound_s"), [("inference-first", 1.0), ("deferred", 0.8)])
-def test_a_request_in_mid_training_starts_in_time(tiny_model, tmp_path, policy, bound_s, capsys):
-    flags = ("--policy", policy, "--deferral-bound-s", str(bound_s), "--served-model-name", "tiny")
+@pytest.fixture(scope="module")
+def inference_first(tiny_model, tmp_path_factory):
+    """Of a server that trains when no request is there: (waits, mean slice, tokens trained in 4 s of constant load)."""
+    flags = ("--policy", "inference-first", "--served-model-name", "tiny")
+    with live_server(tmp_path_factory.mktemp("inference-first"), str(tiny_model), *flags) as server:
+        start_training(server, epochs=1000, gradient_accumulation_steps=1, save_steps=100_000)
+        return waits(server, 8), longest_mean_slice(server), trained_under_load(server, 4.0)
+
+
+def test_a_request_in_mid_training_starts_after_a_slice(inference_first, capsys):
+    measured, slice_s, _ = inference_first
+    check_waits(measured, slice_s, "inference-first", 0.0, capsys)
+
+
+def test_a_deferred_request_starts_within_the_bound(tiny_model, tmp_path, capsys):
+    flags = ("--policy", "deferred", "--deferral-bound-s", "0.8", "--served-model-name", "tiny")
     with live_server(tmp_path, str(tiny_model), *flags) as server:
         start_training(server, gradient_accumulation_steps=1, save_steps=100_000)
-        measured = waits(server, 8)
-        # one slice is in flight when a request comes; a busy machine may hold one up for several times its mean
-        slice_s = 0.05 + 4 * longest_mean_slice(server)
-    limit = slice_s + (bound_s if policy == "deferred" else 0.0)
+        measured, slice_s = waits(server, 8), longest_mean_slice(server)
+    check_waits(measured, slice_s, "deferred", 0.8, capsys)
+    assert max(measured) > 0.1, "nothing was deferred, so the bound was not tested"
+
+
+def check_waits(measured: list[float], slice_s: float, policy: str, bound_s: float, capsys) -> None:
+    # one slice is in flight when a request comes; a busy machine may hold one up for several times its mean
+    limit = bound_s + 0.05 + 4 * slice_s
     with capsys.disabled():
         print(
             f"\n{policy} bound {bound_s} s: waited {statistics.median(measured):.3f} s median, "
             f"{max(measured):.3f} max, limit {limit:.3f}"
         )
     assert sorted(measured)[-2] <= limit, "the slowest may have met a hiccup of the machine"
-    if policy == "deferred":
-        assert max(measured) > 0.1, "nothing was deferred, so the bound was not tested"
 
 
 def trained_under_load(server: LiveServer, seconds: float) -> float:
@@ -103,17 +118,15 @@ def trained_under_load(server: LiveServer, seconds: float) -> float:
     return trained
 
 
-def test_slo_trains_under_constant_load(tiny_model, tmp_path, capsys):
-    trained = {}
-    for policy in ("slo", "inference-first"):
-        flags = ("--policy", policy, "--served-model-name", "tiny")
-        with live_server(tmp_path / policy, str(tiny_model), *flags) as server:
-            start_training(server, save_steps=100_000)
-            trained[policy] = trained_under_load(server, 4.0)
-            told = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 60}).json()
-            if policy == "slo":  # what training can have cost a request is told to it, and counted
-                assert 0 < told["training_ms"] < 60_000
-                assert server.metric("request_training_time_seconds_sum") > 0
+def test_slo_trains_under_constant_load(tiny_model, inference_first, tmp_path, capsys):
+    trained = {"inference-first": inference_first[2]}
+    with live_server(tmp_path, str(tiny_model), "--policy", "slo", "--served-model-name", "tiny") as server:
+        start_training(server, epochs=1000, save_steps=100_000)
+        trained["slo"] = trained_under_load(server, 4.0)
+        told = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 60}).json()
+        # what training can have cost a request is told to it, and counted
+        assert 0 < told["training_ms"] < 60_000
+        assert server.metric("request_training_time_seconds_sum") > 0
     with capsys.disabled():
         print(f"\ntokens trained in 4 s of constant load: {trained}")
     assert trained["slo"] > 3 * trained["inference-first"] and trained["slo"] > 0
@@ -123,13 +136,10 @@ def test_coserved_equals_alone(tiny_model, tmp_path):
     """Training beside requests gives the loss trace of training alone, and requests the tokens of a quiet engine."""
     flags = (str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32", "--deterministic")
     ask = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    with live_server(tmp_path / "alone", *flags) as server:
+    with live_server(tmp_path, *flags) as server:
         quiet_answer = server.http.post("/v1/completions", json=ask).json()["choices"][0]["text"]
-        job_id = start_training(server, epochs=3)
-        alone = loss_trace(server, server.wait_job(job_id))
-    with live_server(tmp_path / "together", *flags) as server:
-        job_id = start_training(server, epochs=3)
-        beside, answers = train_beside_requests(server, job_id, ask)
+        alone = loss_trace(server, server.wait_job(start_training(server, epochs=3)))
+        beside, answers = train_beside_requests(server, start_training(server, epochs=3, suffix="beside"), ask)
     assert beside == alone
     assert len(answers) > 1 and set(answers) == {quiet_answer}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.e2e
-NUM_PROMPTS, NUM_NEW = 64, 64
+NUM_PROMPTS, NUM_NEW = 64, 32
 
 
 def prompts(tokenizer) -> list[list[int]]:

@@ -101,31 +101,28 @@ served, unexpected = set(shared), []
 warm_up(model.decoder, ops)
 late = [str(told["src"].name) for told in compiled[ahead:]]
 warm = set(variants)
-if dtype != "float16":
-    layout = LoraLayout.uniform(spec, LoraSpec(r=48))
-    state = AdapterState(layout, TrainingSettings(), model.decoder.dtype, cpu, ops)
-    layers = make_layers(model.decoder, adapted_blocks(state.compute, state.grads), ops)
-    positions = torch.arange(21)
-    x = torch.zeros(21, spec.hidden_size, dtype=model.decoder.dtype)
-    for dropout in (None, Dropout(positions.int(), 0.3, ops.dropout)):
-        segments = Segments.make(model.decoder, positions, torch.full((21,), 21), [0, 21], dropout)
-        for layer in range(spec.num_layers):
-            _, saved = layers.forward(layer, x, segments, True)
-            layers.backward(layer, x, segments, saved, x)
-    head_chunk(model.decoder, x, positions, 1.0, ops)
-    state.optimizer.update(state.grads.flat, 0.1, 0.5)
-    unexpected = [name for name, _ in variants - warm]
-    head_norm = x.new_zeros(spec.head_dim)  # of Qwen3
-    ops.rope(saved.qkv, *segments.rows, spec.num_heads, head_norm, head_norm, 1e-5)
+layout = LoraLayout.uniform(spec, LoraSpec(r=48))
+state = AdapterState(layout, TrainingSettings(), model.decoder.dtype, cpu, ops)
+layers = make_layers(model.decoder, adapted_blocks(state.compute, state.grads), ops)
+positions = torch.arange(21)
+x = torch.zeros(21, spec.hidden_size, dtype=model.decoder.dtype)
+for dropout in (None, Dropout(positions.int(), 0.3, ops.dropout)):
+    segments = Segments.make(model.decoder, positions, torch.full((21,), 21), [0, 21], dropout)
+    for layer in range(spec.num_layers):
+        _, saved = layers.forward(layer, x, segments, True)
+        layers.backward(layer, x, segments, saved, x)
+head_chunk(model.decoder, x, positions, 1.0, ops)
+state.optimizer.update(state.grads.flat, 0.1, 0.5)
+unexpected = [name for name, _ in variants - warm]
+head_norm = x.new_zeros(spec.head_dim)  # of Qwen3
+ops.rope(saved.qkv, *segments.rows, spec.num_heads, head_norm, head_norm, 1e-5)
 trained = sorted(set(shared) - served)
 print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected": unexpected, "late": late}))
 """
 
 
-# of the 8.x cards that with the least shared memory, and the widest heads on it
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim"), [(90, "bfloat16", 64), (86, "float16", 256), (90, "float32", 64)]
-)
+# of the 8.x cards that with the least shared memory, and the widest heads on it; float16 is compiled as bfloat16 is
+@pytest.mark.parametrize(("capability", "dtype", "head_dim"), [(86, "bfloat16", 256), (90, "float32", 64)])
 def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str, head_dim: int) -> None:
     pytest.importorskip("triton")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": head_dim}))
@@ -139,6 +136,6 @@ def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str, head
     assert not said["new"], "a captured step uses kernels that the warm-up does not"
     assert said["late"] == ["_move_slots_kernel"], "something was not compiled ahead"  # only a pool on a GPU calls it
     assert not said["unexpected"], "a training step compiles what the warm-up did not"
-    assert len(said["trained"]) == (0 if dtype == "float16" else 6), said["trained"]
+    assert len(said["trained"]) == 6, said["trained"]
     too_large = {name: size for name, size in said["shared"].items() if size > MAX_SHARED_BYTES[capability]}
     assert not too_large

@@ -59,10 +59,11 @@ def test_draws_follow_the_distribution_of_transformers(params, warpers):
     logits, num_draws = logits_of(1), 4000
     want = torch.softmax(LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.int64), logits.clone())[0], -1)
     counts = torch.zeros(VOCAB)
-    for index in range(num_draws):
-        item = sequence([1], [3] * (index % 500), **params)
-        item.seed = index // 500
-        counts[choose(logits, item)[0]] += 1
+    for seed in range(num_draws // 500):
+        items = [sequence([1], [3] * position, **params) for position in range(500)]
+        for item in items:
+            item.seed = seed
+        counts += torch.bincount(torch.tensor(choose(logits.expand(500, -1), *items)), minlength=VOCAB)
     assert counts[want == 0].sum() == 0, "a token that is cut off was drawn"
     error = (counts / num_draws - want).abs()
     assert (error < 5 * torch.sqrt(want * (1 - want) / num_draws) + 1e-3).all()

@@ -19,7 +19,7 @@ from fineinfer.scheduler.sequence import Sequence
 
 MOST_PROMPT, MOST_OUTPUT = 40, 20
 MIN_PREFILL_ROWS = 3  # as small as the steps here, so that the rule for mixed steps binds
-NUM_SEEDS, NUM_TURNS = 40, 150
+NUM_SEEDS, NUM_TURNS = 20, 150
 
 
 class Hopeful(LengthPredictor):
