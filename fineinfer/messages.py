@@ -42,7 +42,14 @@ class FinishRequest(_Message, kw_only=True, frozen=True):
 
 
 class Hello(_Message, kw_only=True, frozen=True):
-    """First message of a peer; the engine answers with ``EngineInfo``."""
+    """First message of a peer; the engine answers with ``EngineInfo``.
+
+    Attributes:
+        link: A name that is new for each connection: what the peer asked for by an earlier one is ended, since nobody
+            is left to read it. Empty: nothing is ended.
+    """
+
+    link: str = ""
 
 
 class Ping(_Message, kw_only=True, frozen=True):

@@ -166,6 +166,11 @@ class RequestDesk:
         if sequence is not None:
             self.end(sequence, FinishReason.ABORT)
 
+    def abort_all(self, peer: bytes) -> None:
+        """A peer is gone, and all its clients with it; nothing is sent."""
+        for sequence in [sequence for sequence in self.open.values() if sequence.peer == peer]:
+            self.release(sequence, FinishReason.ABORT)
+
     def finish_early(self, message: FinishRequest) -> None:
         """A stop string matched in the api worker: the request ends with its first ``num_tokens`` tokens."""
         sequence = self.open.get(message.request_id)
@@ -211,6 +216,7 @@ class Inbox:
         self._router = router
         self._desk = desk
         self._outbox = outbox
+        self._links: dict[bytes, str] = {}
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a message arrives, at most ``timeout_s``."""
@@ -233,13 +239,20 @@ class Inbox:
             elif isinstance(message, FinishRequest):
                 self._desk.finish_early(message)
             elif isinstance(message, Hello):
-                self._outbox.greet(peer)
+                self._greet(peer, message.link)
             elif isinstance(message, Ping):
                 self._outbox.pong(peer, message.sequence)
             else:
                 others.append(item)
         self._desk.assign_adapter_slots()
         return others
+
+    def _greet(self, peer: bytes, link: str) -> None:
+        if link and self._links.get(peer, link) != link:  # an api worker that died, or gave this engine up
+            self._desk.abort_all(peer)
+        if link:
+            self._links[peer] = link
+        self._outbox.greet(peer)
 
 
 def now_s() -> float:

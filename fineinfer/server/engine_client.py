@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -344,7 +345,7 @@ class _EngineLink:
     def _connect(self) -> None:
         dealer: AsyncDealer[ToEngine, FromEngine] = AsyncDealer(self._address, self._token, self._identity, FromEngine)
         self._dealer, self._outbox = dealer, asyncio.Queue()
-        self.post(Hello())
+        self.post(Hello(link=secrets.token_hex(8)))
         self._tasks = [
             asyncio.create_task(self._send(dealer, self._outbox)),
             asyncio.create_task(self._receive(dealer)),

@@ -42,7 +42,7 @@ def make(tmp_path_factory, monkeypatch) -> Iterator[Callable[..., tuple[Harness,
     def build(driver: FakeDriver | None = None, **settings: object) -> tuple[Harness, FakeDriver]:
         driver = driver or FakeDriver(HANDLE)
         monkeypatch.setattr("fineinfer.engine.process.open_driver", lambda device: driver)
-        own = {"attention_backend": "triton", "max_num_seqs": 4, "max_num_batched_tokens": 64, "max_loras": 1}
+        own = {"attention_backend": "triton", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_loras": 1}
         made.append(
             Harness(tmp_path_factory.mktemp("e"), **(own | {"max_lora_rank": 4, "deterministic": True} | settings))
         )

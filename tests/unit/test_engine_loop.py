@@ -7,13 +7,16 @@ import time
 import msgspec
 import pytest
 import torch
+import zmq
 
+from fineinfer.ipc import Codec
 from fineinfer.kernels import attention_decode
-from fineinfer.messages import AbortRequest, FinishRequest, ResizeKV, SetBudget
+from fineinfer.messages import AbortRequest, AddRequest, FinishRequest, FromEngine, Hello, ResizeKV, SetBudget
+from fineinfer.request import SamplingParams
 from fineinfer.runner.step_graphs import GraphKey, StepGraphs
 from fineinfer.scheduler.policy import Turn
 
-from .engine_harness import BYTES_PER_SLOT, Harness, publish
+from .engine_harness import BYTES_PER_SLOT, TOKEN, Harness, publish
 from .training_job import write_job
 
 
@@ -141,7 +144,7 @@ def test_a_smaller_budget_is_followed_and_a_larger_one_is_grown_into(make):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch, backend):
     monkeypatch.setattr(attention_decode, "TARGET_PROGRAMS", 8)
-    harness = make(attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=64)
+    harness = make(attention_backend=backend, max_num_seqs=4, max_num_batched_tokens=32)
     prompt = PROMPTS["r3"]
     publish(harness, "a", tmp_path / "one", 1)
 
@@ -161,7 +164,7 @@ def test_a_prompt_seen_before_is_not_computed_again(make, tmp_path, monkeypatch,
     assert ask("adapted", prompt, adapter="a")[1] == 0
     assert ask("salted", prompt, salt="tenant") == (want, 0)
     assert ask("logprobs", prompt, prompt_logprobs=0) == (want, 0)
-    off = make(attention_backend=backend, no_enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=64)
+    off = make(attention_backend=backend, no_enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=32)
     off.add("turn 2", [*prompt, *want, 7], max_tokens=3)
     off.run()
     assert off.tokens("turn 2") == longer and off.parts.ladder._kv.num_used == 0
@@ -262,7 +265,7 @@ def test_the_kernels_engine_gives_the_tokens_of_the_reference_one(make, tmp_path
     }  # fmt: skip
 
     def run(**settings: object) -> Harness:
-        harness = make(max_num_seqs=4, max_num_batched_tokens=64, **settings)
+        harness = make(max_num_seqs=4, max_num_batched_tokens=64 if captured else 32, **settings)
         if captured and settings:
             runner = harness.parts.runner
             runner._logits = torch.empty(4, 97)  # capturing makes it
@@ -321,6 +324,44 @@ def test_aborts_and_refusals_leave_nothing(make):
         "nobody": "model_not_found",
     }
     assert harness.reason("left") == "abort" and harness.reason("stays") == "length"
+
+
+def test_a_worker_that_comes_again_has_lost_what_it_asked_before(make):
+    harness = make()
+    desk = harness.parts.desk
+
+    def worker(*messages: object) -> zmq.Socket[bytes]:
+        """A connection of the api worker."""
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, b"api-0")
+        socket.connect(harness.address)
+        send(socket, *messages)
+        return socket
+
+    def send(socket: zmq.Socket[bytes], *messages: object) -> None:
+        for message in messages:
+            socket.send_multipart([TOKEN, Codec(FromEngine).encode(message)])
+        for _ in range(3):
+            harness.loop.step()
+
+    def ask(name: str) -> AddRequest:
+        sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        return AddRequest(request_id=name, prompt_token_ids=[5] * 30, sampling=sampling, arrival_s=time.monotonic())
+
+    want = alone(make, max_tokens=30)["r1"]
+    harness.add("another's", PROMPTS["r1"], max_tokens=30)
+    first = worker(Hello(link="one"), ask("a"), ask("b"))
+    assert set(desk.open) == {"another's", "a", "b"}
+    send(first, Hello(), Hello(link="one"))
+    assert set(desk.open) == {"another's", "a", "b"}, "only asks how things are"
+    first.close(0)
+    second = worker(Hello(link="two"), ask("a"))
+    assert set(desk.open) == {"another's", "a"} and desk.open["a"].num_tokens < 40, "it is a new request"
+    send(second, Hello(link="three"))
+    assert set(desk.open) == {"another's"}
+    second.close(0)
+    harness.run()
+    assert harness.tokens("another's") == want
 
 
 def test_requests_go_on_at_once_while_a_unit_waits_for_memory(make, tmp_path, monkeypatch):

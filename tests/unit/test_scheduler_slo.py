@@ -174,8 +174,8 @@ def test_the_maximum_share_holds_at_idle() -> None:
 @pytest.mark.parametrize("policy", ["slo", "deferred", "inference-first", "train-first"])
 def test_a_job_that_wants_less_gets_less_under_every_policy(policy: str) -> None:
     for share, limits in ((0.2, {"max_share": 0.2}), (0.1, {"max_share": 0.5, "train_share_max": 0.1})):
-        assert simulate(0, 30, policy, **limits).share == pytest.approx(share, abs=0.03)
-        assert simulate(1, 30, policy, **limits).share <= share + 0.03
+        assert simulate(0, 12, policy, **limits).share == pytest.approx(share, abs=0.03)
+        assert simulate(1, 12, policy, **limits).share <= share + 0.03
     assert simulate(0, 5, policy).share > 0.99
 
 
