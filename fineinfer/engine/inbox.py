@@ -248,9 +248,9 @@ class Inbox:
         return others
 
     def _greet(self, peer: bytes, link: str) -> None:
-        if link and self._links.get(peer, link) != link:  # an api worker that died, or gave this engine up
-            self._desk.abort_all(peer)
         if link:
+            if self._links.get(peer, link) != link:  # an api worker that died, or gave this engine up
+                self._desk.abort_all(peer)
             self._links[peer] = link
         self._outbox.greet(peer)
 

@@ -93,6 +93,9 @@ def start_errors() -> tuple[type[Exception], ...]:
 
 
 def _serve(settings: ApiSettings, token: bytes) -> int:
+    from fineinfer.text.tokenizer import TokenizerPool, forgo_torch, load_tokenizer
+
+    forgo_torch()  # before the imports: one that brought torch along would fail here, not pass unseen
     import huggingface_hub
     import uvicorn
 
@@ -101,10 +104,8 @@ def _serve(settings: ApiSettings, token: bytes) -> int:
     from fineinfer.server.engine_client import EngineClient
     from fineinfer.server.start_checks import raise_file_limit
     from fineinfer.store import Store
-    from fineinfer.text.tokenizer import TokenizerPool, forgo_torch, load_tokenizer
 
     raise_file_limit()
-    forgo_torch()
     path = resolve_model_path(settings.model, revision=settings.revision, need_weights=False)
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # the line above was the last that may ask the hub
     tokenizers = TokenizerPool(load_tokenizer(path), settings.num_text_threads)
