@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,12 @@ from fineinfer.adapters.stacks import AdapterStacks, BlockStack
 from fineinfer.kernels.linear import linear
 from fineinfer.kernels.reference import lora_grouped
 
+if TYPE_CHECKING:
+    from fineinfer.kernels.lora import AdapterPart
+
+# Of more rows, which keep arithmetic busy, the adapters are added to the base output instead of written apart: 29 MB of
+# room at 8B, where 28,672 columns are widest.
+MAX_BESIDE_ROWS = 512
 Project = Callable[[int, str, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -99,20 +106,29 @@ def lora_tiles(segments: Sequence[AdapterSegment], num_rows: int, block_m: int, 
     return tiles
 
 
-def make_workspace(max_rows: int, stacks: AdapterStacks, device: torch.device) -> torch.Tensor:
-    """Room for the shrunk rows of one fused block at a time, shared by all layers: flat fp32."""
+class Workspace(NamedTuple):
+    """Room for one fused block at a time, shared by all layers.
+
+    Attributes:
+        shrunk: Of all rows, flat fp32.
+        parts: Of up to ``MAX_BESIDE_ROWS`` rows what the adapters add, flat in the adapters' dtype.
+    """
+
+    shrunk: torch.Tensor
+    parts: torch.Tensor
+
+
+def make_workspace(max_rows: int, stacks: AdapterStacks, device: torch.device) -> Workspace:
+    """A workspace for batches of up to ``max_rows`` rows."""
     from fineinfer.kernels.lora import shrunk_elements
 
     blocks = [stacks.block(0, block) for block in BLOCK_MODULES]
     most = max(shrunk_elements(max_rows, block.a.shape[2], block.a.shape[1]) for block in blocks)
-    return torch.empty(most, dtype=torch.float32, device=device)
-
-
-class _Pending(NamedTuple):
-    """An adapter's part that the base output of a block still lacks."""
-
-    stack: BlockStack
-    shrunk: torch.Tensor
+    widest = max(block.b.shape[2] for block in blocks)
+    return Workspace(
+        shrunk=torch.empty(most, dtype=torch.float32, device=device),
+        parts=torch.empty(min(max_rows, MAX_BESIDE_ROWS) * widest, dtype=blocks[0].b.dtype, device=device),
+    )
 
 
 class RowAdapters(NamedTuple):
@@ -132,16 +148,17 @@ class RowAdapters(NamedTuple):
 class DeviceProjection:
     """What ``ServingProjection`` computes, on a GPU; what varies is data, for CUDA graphs.
 
-    Each block's rows are shrunk beside the base product. Of few rows only query, key and value are expanded by a launch
-    of its own: ``gated`` expands in the activation, and "o" and "down" are left to the norm that follows (``add_norm``)
-    or, after the last layer, to ``flush``. So ``add_norm`` and ``gated`` belong into the decoder's ``LayerOps``.
+    Of few rows a block gives the base output, and beside its product what the adapters add: reading it is left to the
+    kernel that reads the output anyway. That is ``add_norm`` after "o" and "down", ``gated`` after gate and up, so both
+    belong into the decoder's ``LayerOps``; after query, key and value the caller has to ``take_part``, and after the
+    last layer to ``flush``. Of many rows the adapters are added to the output at once.
 
     Args:
         stacks: The registry's weights; the tiles' slots are pinned.
         rows: The step's adapters.
-        workspace: From ``make_workspace`` for at least as many rows; holds one block's shrunk rows at a time.
+        workspace: From ``make_workspace`` for at least as many rows.
         base: Linear maps of the base model, as the decoder's ``Project``.
-        side: Shrinks run on this stream beside the base product, which leaves arithmetic idle at decode; None runs
+        side: The adapters run on this stream beside the base product, which leaves arithmetic idle at decode; None runs
             them before it. For captured steps: there the fork costs nothing.
     """
 
@@ -149,32 +166,46 @@ class DeviceProjection:
         self,
         stacks: AdapterStacks,
         rows: RowAdapters,
-        workspace: torch.Tensor,
+        workspace: Workspace,
         base: Project,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        from fineinfer.kernels import lora, lora_epilogue, norm  # here: a CPU needs no Triton
+        from fineinfer.kernels import activation, lora, norm  # here: a CPU needs no Triton
 
-        self._lora, self._epilogue, self._norm = lora, lora_epilogue, norm
-        self._base = base
-        self._stacks, (self._tiles, self._row_slots, self._block_m) = stacks, rows
-        self._workspace, self._side = workspace, side
-        self._pending: _Pending | None = None
+        self._lora, self._activation, self._norm = lora, activation, norm
+        self._stacks, self._rows, self._workspace, self._base, self._side = stacks, rows, workspace, base, side
+        self._part: AdapterPart | None = None  # what the newest output lacks
 
     def __call__(
         self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[num_rows, in] -> [num_rows, out] of one fused block; of "o" and "down" maybe without the adapters' part.
+        """[num_rows, in] -> [num_rows, out] of one fused block, of few rows without the adapters' part.
 
         Raises:
             ValueError: More rows than the workspace has room for, or tensors that do not fit the adapters'.
             RuntimeError: The block before still lacks its adapters' part.
         """
-        y, part = self._product(layer_index, block, x, weight, bias)
-        if block in ("o", "down") and x.shape[0] <= self._epilogue.MAX_NORM_ROWS:
-            self._pending = part
-            return y
-        return self._expand(y, part)
+        if self._part is not None:
+            raise RuntimeError(f"{block} of layer {layer_index}: the block before still lacks its adapters' part")
+        stack = self._stacks.block(layer_index, block)
+        shrunk, values = self._shrunk(stack, x), self._room_beside(stack, x)
+        with self._beside():
+            tiles, _, block_m = self._rows
+            self._lora.lora_shrink(x, stack.a, stack.ranks, tiles, self._stacks.max_rank, block_m, shrunk)
+            if values is not None:
+                self._expand(stack, shrunk, values, add=False)
+        y = self._base(layer_index, block, x, weight, bias)
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        if values is None:
+            return self._expand(stack, shrunk, y, add=True)
+        self._part = self._lora.AdapterPart(values, self._rows.slots)
+        return y
+
+    def take_part(self) -> AdapterPart | None:
+        """What the newest output lacks; from now on the caller's to add. None if nothing."""
+        part, self._part = self._part, None
+        return part
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -185,56 +216,47 @@ class DeviceProjection:
             ValueError: Tensors that do not fit.
             RuntimeError: A block still lacks its adapters' part, but there is no ``delta``.
         """
-        if delta is None:
-            if self._pending is not None:
-                raise RuntimeError("the block before still lacks its adapters' part")
-            return self._norm.rms_norm(x, weight, eps), x
-        if self._pending is None:
-            return self._norm.add_rms_norm(x, delta, weight, eps), x
-        (stack, shrunk), self._pending = self._pending, None
-        lora = stack.b, stack.scales, stack.ranks, self._row_slots, self._stacks.max_rank
-        return self._epilogue.add_rms_norm_lora(x, delta, weight, eps, self._lora.RowExpansion(shrunk, *lora)), x
+        if delta is not None:
+            return self._norm.add_rms_norm(x, delta, weight, eps, part=self.take_part()), x
+        if self._part is not None:
+            raise RuntimeError("the block before still lacks its adapters' part")
+        return self._norm.rms_norm(x, weight, eps), x
 
     def gated(self, _project: Project, layer_index: int, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up``, [num_rows, intermediate], of rows ``h`` [num_rows, hidden]; raises as a call does."""
-        gate_up, (stack, shrunk) = self._product(layer_index, "gate_up", h, weight, None)
-        adapters = shrunk, stack.b, stack.scales, stack.ranks, self._tiles, self._stacks.max_rank, self._block_m
-        return self._epilogue.silu_and_mul_lora(gate_up, *adapters)
+        gate_up = self(layer_index, "gate_up", h, weight, None)
+        return self._activation.silu_and_mul(gate_up, part=self.take_part())
 
     def flush(self, delta: torch.Tensor) -> torch.Tensor:
-        """Add what ``delta``, the last block's output, still lacks, in place, by a launch of its own."""
-        part, self._pending = self._pending, None
-        return delta if part is None else self._expand(delta, part)
+        """Add what ``delta``, the last block's output, still lacks, in place."""
+        part = self.take_part()
+        if part is None:
+            return delta
+        return delta.add_(part.values.where((part.row_slots >= 0)[:, None], 0.0))
 
-    def _product(
-        self, layer_index: int, block: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, _Pending]:
-        """The base output, and what it lacks."""
-        if self._pending is not None:
-            raise RuntimeError(f"{block} of layer {layer_index}: the block before still lacks its adapters' part")
-        stack, max_rank = self._stacks.block(layer_index, block), self._stacks.max_rank
+    def _shrunk(self, stack: BlockStack, x: torch.Tensor) -> torch.Tensor:
+        """Room for the shrunk rows, [num_splits, num_rows, width]."""
         num_rows, in_features = x.shape
-        splits = self._lora.shrink_splits(num_rows, in_features, stack.b.shape[2], self._block_m)
+        splits = self._lora.shrink_splits(num_rows, in_features, stack.b.shape[2], self._rows.block_m)
         shape = (splits, num_rows, stack.a.shape[1])
-        size = shape[0] * shape[1] * shape[2]
-        if size > self._workspace.shape[0]:
-            raise ValueError(f"{num_rows} rows need a workspace of {size} numbers, it has {self._workspace.shape[0]}")
-        shrunk = self._workspace[:size].view(shape)
-        if self._side is None:
-            self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
-            y = self._base(layer_index, block, x, weight, bias)
-        else:
-            own = torch.cuda.current_stream()
-            self._side.wait_stream(own)
-            with torch.cuda.stream(self._side):
-                self._lora.lora_shrink(x, stack.a, stack.ranks, self._tiles, max_rank, self._block_m, shrunk)
-            y = self._base(layer_index, block, x, weight, bias)
-            own.wait_stream(self._side)
-        return y, _Pending(stack, shrunk)
+        size, room = shape[0] * shape[1] * shape[2], self._workspace.shrunk
+        if size > room.shape[0]:
+            raise ValueError(f"{num_rows} rows need a workspace of {size} numbers, it has {room.shape[0]}")
+        return room[:size].view(shape)
 
-    def _expand(self, y: torch.Tensor, part: _Pending) -> torch.Tensor:
-        stack, shrunk = part
-        max_rank, tiles = self._stacks.max_rank, self._tiles
-        return self._lora.lora_expand(
-            shrunk, stack.b, stack.scales, stack.ranks, tiles, max_rank, self._block_m, stack.columns, y
-        )
+    def _room_beside(self, stack: BlockStack, x: torch.Tensor) -> torch.Tensor | None:
+        """Room for what the adapters add, [num_rows, out]; None of many rows."""
+        num_rows, width = x.shape[0], stack.b.shape[2]
+        return self._workspace.parts[: num_rows * width].view(num_rows, width) if num_rows <= MAX_BESIDE_ROWS else None
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Launches inside run on the side stream, behind what was launched so far."""
+        if self._side is None:
+            return nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _expand(self, stack: BlockStack, shrunk: torch.Tensor, y: torch.Tensor, add: bool) -> torch.Tensor:
+        tiles, _, block_m = self._rows
+        operands = shrunk, stack.b, stack.scales, stack.ranks, tiles
+        return self._lora.lora_expand(*operands, self._stacks.max_rank, block_m, stack.columns, y, add)

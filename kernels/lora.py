@@ -3,8 +3,9 @@
 A fused block holds up to three modules of one input (q, k, v): the shrink kernel makes ``x @ A.T`` of all of them as
 split-K partial sums in fp32, the expand kernel adds them up, multiplies by B and adds to the base output. Which rows
 use which adapter, and at what rank and scale, is data in device tensors, so both can be captured in a CUDA graph; tiles
-and rank blocks that do not exist, and tiles of no adapter, exit at once. Where what comes after the linear map is
-elementwise, ``lora_epilogue`` expands there instead. Source of the shrink/expand cut: Punica (Chen et al., 2023).
+and rank blocks that do not exist, and tiles of no adapter, exit at once. Neither needs the base output: both can run
+beside its product, and the kernel that follows adds the two (``AdapterPart``). Source of the shrink/expand cut: Punica
+(Chen et al., 2023).
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ SPLIT_TILES = 64  # tiles x splits up to which splitting pays
 # Splits x output features: a wide product takes long enough for few splits beside it, and each block of its columns
 # sums them up again. 8 adapters over 64 rows of 4096, H200: gate and up (28672) 1 and 2 us less than with 8 splits
 SPLIT_COLUMNS = 65_536
-# Of decode: most tiles of a captured step are padding, and a program costs more than a look at four.
-TILES_A_PROGRAM = 4
 _BLOCK_IN = {16: 128, 64: 64}  # by rows of a tile
 _BLOCK_OUT = {16: 256, 64: 128}
+_NUM_WARPS, _NUM_STAGES = {16: 4, 64: 8}, {16: 1, 64: 2}  # of the expand kernel
 
 
 def shrink_splits(num_rows: int, in_features: int, out_features: int, block_m: int) -> int:
@@ -41,11 +41,6 @@ def shrink_splits(num_rows: int, in_features: int, out_features: int, block_m: i
     tiles = max(1, cdiv(num_rows, block_m))
     most = min(MAX_SPLITS, in_features // MIN_SPLIT, SPLIT_TILES // tiles, SPLIT_COLUMNS // out_features)
     return 1 << (max(1, most).bit_length() - 1)
-
-
-def tile_programs(num_tiles: int, block_m: int) -> int:
-    """Programs that share the tiles of a batch."""
-    return cdiv(num_tiles, TILES_A_PROGRAM) if block_m == BLOCK_ROWS[0] else num_tiles
 
 
 def shrunk_elements(max_rows: int, in_features: int, width: int) -> int:
@@ -98,7 +93,8 @@ def lora_shrink(
         return out
     num_splits, block_in = out.shape[0], _BLOCK_IN[block_m]
     rank_blocks = cdiv(max_rank, BLOCK_RANK)
-    _shrink_kernel[(tiles.shape[0], num_modules * rank_blocks, num_splits)](
+    # padding is the last tiles: programs begin in the order of their numbers, and those of an axis before count first
+    _shrink_kernel[(num_splits, num_modules * rank_blocks, tiles.shape[0])](
         x,
         a,
         ranks,
@@ -132,8 +128,9 @@ def lora_expand(
     block_m: int,
     columns: tuple[int, ...],
     y: torch.Tensor,
+    add: bool = True,
 ) -> torch.Tensor:
-    """Add each tile's adapter to the base output of a fused block, in place.
+    """Add each tile's adapter to the base output of a fused block, in place; or write the adapters' part alone.
 
     Args:
         shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
@@ -145,6 +142,8 @@ def lora_expand(
         block_m: Rows of a tile, one of ``BLOCK_ROWS``.
         columns: First output column of each module, then out_features.
         y: [num_rows, out_features] in ``b``'s dtype or fp32, rows may be strided; added to in fp32 and rounded once.
+        add: False overwrites what ``y`` holds in rows of an adapter, with zeros where it lacks a module; other rows
+            stay as they are either way.
 
     Returns:
         ``y``.
@@ -153,8 +152,8 @@ def lora_expand(
         ValueError: Shapes or dtypes that do not fit.
     """
     num_modules = _check(ranks, tiles, max_rank, block_m)
-    check_expansion(shrunk, b, scales, ranks, max_rank, y)
-    num_splits, num_rows, width = shrunk.shape
+    _check_expansion(shrunk, b, scales, ranks, max_rank, y)
+    num_splits, num_rows, _ = shrunk.shape
     if len(columns) != num_modules + 1 or columns[-1] != y.shape[1]:
         raise ValueError(f"columns {columns} do not fit {num_modules} modules and y {tuple(y.shape)}")
     if num_rows == 0 or tiles.shape[0] == 0:
@@ -162,15 +161,14 @@ def lora_expand(
     ends = [*columns[1:], columns[-1], columns[-1]]  # modules that do not exist have no columns
     block_out = _BLOCK_OUT[block_m]
     blocks = sum(cdiv(end - start, block_out) for start, end in itertools.pairwise(columns))
-    _expand_kernel[(tile_programs(tiles.shape[0], block_m), blocks)](
+    _expand_kernel[(blocks, tiles.shape[0])](
         shrunk,
         b,
         scales,
         ranks,
         tiles,
         y,
-        tiles.shape[0],
-        num_rows * width,
+        num_rows,
         b.stride(0),
         b.stride(1),
         y.stride(0),
@@ -180,55 +178,46 @@ def lora_expand(
         END1=ends[1],
         END2=ends[2],
         SPLITS=num_splits,
+        ADD=add,
         BLOCK_M=block_m,
         BLOCK_R=BLOCK_RANK,
         BLOCK_N=block_out,
-        num_warps=4 if block_m == 16 else 8,
-        num_stages=2,
+        num_warps=_NUM_WARPS[block_m],
+        num_stages=_NUM_STAGES[block_m],
         **dependent(),
     )
     return y
 
 
-class RowExpansion(NamedTuple):
-    """Each row's own adapter, for kernels that expand a fused block's base output row by row.
+class AdapterPart(NamedTuple):
+    """What the adapters add to the base output of a block, for the kernel that reads that output.
 
     Attributes:
-        shrunk: [num_splits, num_rows, num_modules * max_rank] fp32 of ``lora_shrink``; num_splits a power of two.
-        b: [num_slots, max_rank, out_features]; what is past an adapter's rank is not used.
-        scales: [num_slots, num_modules] fp32.
-        ranks: [num_slots, num_modules] int32, 0 where an adapter lacks the module.
-        row_slots: [num_rows] int32, negative for a row without adapter.
-        max_rank: Largest rank.
+        values: [num_rows, out_features] of ``lora_expand``, contiguous, in the base output's dtype or a half type below
+            fp32; of rows without an adapter anything.
+        row_slots: [num_rows] int32, negative for a row without an adapter.
     """
 
-    shrunk: torch.Tensor
-    b: torch.Tensor
-    scales: torch.Tensor
-    ranks: torch.Tensor
+    values: torch.Tensor
     row_slots: torch.Tensor
-    max_rank: int
 
-    def check(self, y: torch.Tensor, num_modules: int) -> None:
-        """Refuse what cannot be expanded onto a base output ``y`` [num_rows, out_features] of so many modules.
+    def check(self, y: torch.Tensor) -> None:
+        """Refuse what cannot be added to a base output ``y`` [num_rows, out_features].
 
         Raises:
             ValueError: Shapes, dtypes or strides do not fit.
         """
-        check_modules(self.ranks, num_modules)
-        slots, num_rows = self.row_slots, y.shape[0]
-        if slots.shape != (num_rows,) or slots.dtype != torch.int32 or not slots.is_contiguous():
-            raise ValueError(f"row_slots {list(slots.shape)} {slots.dtype} must be contiguous int32 [{num_rows}]")
-        check_expansion(self.shrunk, self.b, self.scales, self.ranks, self.max_rank, y)
+        values, slots = self
+        halves = y.dtype == torch.float32 and values.dtype in (torch.float16, torch.bfloat16)
+        if values.shape != y.shape or not (values.dtype == y.dtype or halves):
+            raise ValueError(f"adapters' part {list(values.shape)} {values.dtype} for {list(y.shape)} {y.dtype}")
+        if slots.shape != y.shape[:1] or slots.dtype != torch.int32:
+            raise ValueError(f"row_slots {list(slots.shape)} {slots.dtype} must be int32 [{y.shape[0]}]")
+        if not values.is_contiguous() or not slots.is_contiguous():
+            raise ValueError("the adapters' part must be contiguous")
 
 
-def check_modules(ranks: torch.Tensor, num_modules: int) -> None:
-    """Raise ValueError unless ``ranks`` is contiguous int32 [slots, num_modules]."""
-    if ranks.shape[1] != num_modules or ranks.dtype != torch.int32 or not ranks.is_contiguous():
-        raise ValueError(f"ranks {list(ranks.shape)} {ranks.dtype} must be contiguous int32 [slots, {num_modules}]")
-
-
-def check_expansion(
+def _check_expansion(
     shrunk: torch.Tensor, b: torch.Tensor, scales: torch.Tensor, ranks: torch.Tensor, max_rank: int, y: torch.Tensor
 ) -> None:
     """Refuse what cannot be expanded onto a base output ``y``; operands as of ``lora_expand``.
@@ -283,7 +272,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    tile = tiles + tl.program_id(0) * 3
+    tile = tiles + tl.program_id(2) * 3
     first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
     if (num_rows == 0) | (slot < 0):
         return
@@ -292,7 +281,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     first_rank = (tl.program_id(1) % RANK_BLOCKS) * BLOCK_R
     if first_rank >= rank:
         return
-    split = tl.program_id(2)
+    split = tl.program_id(0)
 
     member = tl.arange(0, BLOCK_M)
     index = first_rank + tl.arange(0, BLOCK_R)  # of the module's rank
@@ -315,15 +304,21 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sum_splits(part, mask, split_stride, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What ``lora_shrink`` left in parts, summed in fp32: ``part`` points into the first of them."""
-    summed = tl.load(part, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):  # unrolled: the loads of all parts are in flight together
-        summed += tl.load(part + split * split_stride.to(tl.int64), mask=mask, other=0.0)
+def _sum_splits(part, is_row, exists, in_rank, split_stride, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Shrunk rows [BLOCK_M, BLOCK_R], summed in fp32 over the parts that ``lora_shrink`` left; 0 past the rank.
+
+    ``part`` points into the first part. What is past the rank was never written and is read all the same, up to where
+    ``exists`` ends: a mask by the rank would take each value by a load of its own.
+    """
+    summed = tl.zeros(part.shape, tl.float32)
+    for split in tl.static_range(SPLITS):  # unrolled: the loads of all parts are in flight together
+        mask = is_row[:, None] & exists[None, :]
+        values = tl.load(part + split * split_stride, mask=mask, other=0.0)
+        summed += tl.where(in_rank[None, :], values, 0.0)
     return summed
 
 
-@triton.jit(do_not_specialize=["num_tiles", "shrunk_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch_rows"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
     b,
@@ -331,8 +326,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     ranks,
     tiles,
     y,
-    num_tiles,
-    shrunk_split_stride,
+    batch_rows,
     b_slot_stride,
     b_row_stride,
     y_row_stride,
@@ -342,53 +336,64 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     END1: tl.constexpr,
     END2: tl.constexpr,
     SPLITS: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
     announce(PDL)
+    tile = tiles + tl.program_id(1) * 3
+    first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
+    if (num_rows == 0) | (slot < 0):
+        if tl.program_id(1) == 0:
+            settle(PDL)  # whoever follows relies on this kernel for what came before, also if there is nothing to do
+        return
     # column blocks are counted module by module, so that none straddles two
-    block = tl.program_id(1)
+    block = tl.program_id(0)
     until_1: tl.constexpr = (END0 + BLOCK_N - 1) // BLOCK_N
     until_2: tl.constexpr = until_1 + (END1 - END0 + BLOCK_N - 1) // BLOCK_N
     module = tl.where(block >= until_2, 2, tl.where(block >= until_1, 1, 0))
     first_column = tl.where(block >= until_2, END1, tl.where(block >= until_1, END0, 0))
     end_column = tl.where(block >= until_2, END2, tl.where(block >= until_1, END1, END0))
     block -= tl.where(block >= until_2, until_2, tl.where(block >= until_1, until_1, 0))
-    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
     column = first_column + block * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < end_column
-    for i in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tile = tiles + i * 3
-        first_row, num_rows, slot = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
-        if (num_rows > 0) & (slot >= 0):
-            # all that the tile alone decides is asked for at once, a wait is a large part of this kernel's time: the
-            # first block of the rank before the rank is known; what is past it is dropped below
-            rank = tl.load(ranks + slot * MODULES + module)
-            scale = tl.load(scales + slot * MODULES + module)
-            row = first_row + member
-            is_row = member < num_rows
-            shrunk_rows = shrunk + row * (MODULES * MAX_RANK) + module * MAX_RANK  # [BLOCK_M]
-            b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
-            places = y + row[:, None] * y_row_stride + column[None, :]
-            is_place = is_row[:, None] & is_column[None, :]
-            exists = index < MAX_RANK
-            b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
-            b_block = tl.load(b_rows, mask=exists[:, None] & is_column[None, :], other=0.0)
-            settle(PDL)
-            part = shrunk_rows[:, None] + index[None, :]
-            in_rank = index < rank
-            summed = sum_splits(part, is_row[:, None] & in_rank[None, :], shrunk_split_stride, SPLITS)
-            base = tl.load(places, mask=is_place, other=0.0)
-            if rank > 0:
-                b_block = tl.where(in_rank[:, None], b_block, 0.0)
-                acc = tl.dot(summed.to(b.dtype.element_ty), b_block, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-                for first in range(BLOCK_R, rank, BLOCK_R):
-                    is_rank = first + index < rank
-                    b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride
-                    b_block = tl.load(b_rows, mask=is_rank[:, None] & is_column[None, :], other=0.0)
-                    summed = sum_splits(part + first, is_row[:, None] & is_rank[None, :], shrunk_split_stride, SPLITS)
-                    acc = tl.dot(summed.to(b.dtype.element_ty), b_block, acc, input_precision="ieee")
-                tl.store(places, (base.to(tl.float32) + scale * acc).to(y.dtype.element_ty), mask=is_place)
-    settle(PDL)  # all programs wait, also those without a tile: whoever follows relies on it
+    # all that the tile alone decides is asked for at once, a wait is a large part of this kernel's time: the first
+    # block of the rank before the rank is known; what is past it is dropped below
+    rank = tl.load(ranks + slot * MODULES + module)
+    scale = tl.load(scales + slot * MODULES + module)
+    member, index = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
+    row = first_row + member
+    is_row = member < num_rows
+    b_columns = b + slot * b_slot_stride + column  # [BLOCK_N]
+    exists = index < MAX_RANK
+    b_rows = b_columns[None, :] + index[:, None].to(tl.int64) * b_row_stride  # [BLOCK_R, BLOCK_N]
+    b_block = tl.load(b_rows, mask=exists[:, None] & is_column[None, :], other=0.0)
+    part = (shrunk + row * (MODULES * MAX_RANK) + module * MAX_RANK)[:, None] + index[None, :]  # [BLOCK_M, BLOCK_R]
+    split_stride = batch_rows.to(tl.int64) * (MODULES * MAX_RANK)
+    settle(PDL)
+    in_rank = index < rank
+    summed = _sum_splits(part, is_row, exists, in_rank, split_stride, SPLITS)
+    b_block = tl.where(in_rank[:, None], b_block, 0.0)
+    acc = tl.dot(summed.to(b.dtype.element_ty), b_block, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    for first in range(BLOCK_R, rank, BLOCK_R):
+        in_rank = first + index < rank
+        b_rows = b_columns[None, :] + (first + index)[:, None].to(tl.int64) * b_row_stride
+        b_block = tl.load(b_rows, mask=in_rank[:, None] & is_column[None, :], other=0.0)
+        summed = _sum_splits(part + first, is_row, first + index < MAX_RANK, in_rank, split_stride, SPLITS)
+        acc = tl.dot(summed.to(b.dtype.element_ty), b_block, acc, input_precision="ieee")
+    acc *= scale
+    places = y + row[:, None] * y_row_stride + column[None, :]
+    is_place = is_row[:, None] & is_column[None, :]
+    if ADD:
+        is_place = tl.where(rank > 0, is_place, False)
+        acc += tl.load(places, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(places, acc.to(y.dtype.element_ty), mask=is_place)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adapter_part(values, row_slots, row, place, mask):  # type: ignore[no-untyped-def]
+    """Values of an ``AdapterPart`` in fp32 at ``place`` of the whole, all in ``row``; 0 where it has no adapter."""
+    read = tl.where(tl.load(row_slots + row) >= 0, mask, False)
+    return tl.load(values + place, mask=read, other=0.0).to(tl.float32)

@@ -13,14 +13,17 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.launch import dependent, follow, next_power_of_2
+from fineinfer.kernels.lora import AdapterPart, adapter_part
 
 MAX_HIDDEN = 16384  # a row is held in registers: 32 values for each of 512 threads
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["row_slots_ptr"])  # type: ignore[untyped-decorator]
 def _rms_norm_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,  # None: plain norm
+    part_ptr: tl.tensor,  # both None: no adapters
+    row_slots_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     eps: tl.tensor,
@@ -39,8 +42,11 @@ def _rms_norm_kernel(
     stream_dtype = x_ptr.dtype.element_ty
     wide = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
     if delta_ptr is not None:
-        delta = tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0)
-        rounded = (wide + delta.to(tl.float32)).to(stream_dtype)
+        delta = tl.load(delta_ptr + row * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if part_ptr is not None:
+            part = adapter_part(part_ptr, row_slots_ptr, row, row * HIDDEN + column, inside)
+            delta = (delta + part).to(delta_ptr.dtype.element_ty).to(tl.float32)
+        rounded = (wide + delta).to(stream_dtype)
         tl.store(x_ptr + row * x_stride + column, rounded, mask=inside)
         wide = rounded.to(tl.float32)  # the norm is that of the stream as stored
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
@@ -64,13 +70,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     Raises:
         ValueError: Shapes, dtypes or strides do not fit.
     """
-    return _launch(x, None, weight, eps, out)
+    return _launch(x, None, None, weight, eps, out)
 
 
 def add_rms_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
+    part: AdapterPart | None = None,
 ) -> torch.Tensor:
-    """``x += delta`` in place, then the norm of the new ``x``.
+    """``x += delta`` in place, ``part`` included, then the norm of the new ``x``.
 
     Args:
         x: [num_tokens, hidden] in ``weight``'s dtype or fp32, the residual stream; rows may be strided.
@@ -78,6 +89,7 @@ def add_rms_norm(
         weight: [hidden].
         eps: Added to the mean square.
         out: [num_tokens, hidden] in ``weight``'s dtype, or None for a new tensor; may be ``delta`` itself, not ``x``.
+        part: What adapters add to ``delta``, which is rounded to its dtype as after ``lora.lora_expand``.
 
     Returns:
         ``out``.
@@ -89,11 +101,18 @@ def add_rms_norm(
         raise ValueError(f"delta {list(delta.shape)} {delta.dtype} does not fit x {list(x.shape)} {x.dtype}")
     if out is x:
         raise ValueError("out must not be x, which receives the sum")
-    return _launch(x, delta, weight, eps, out)
+    if part is not None:
+        part.check(delta)
+    return _launch(x, delta, part, weight, eps, out)
 
 
 def _launch(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor | None
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    part: AdapterPart | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     num_tokens, hidden = x.shape
     fits = weight.shape == (hidden,) and x.dtype in (weight.dtype, torch.float32)
@@ -112,6 +131,7 @@ def _launch(
     _rms_norm_kernel[(num_tokens,)](
         x,
         delta,
+        *(part or (None, None)),
         weight,
         out,
         eps,

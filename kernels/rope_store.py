@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fineinfer.kernels.launch import cdiv, dependent, follow, next_power_of_2
+from fineinfer.kernels.lora import AdapterPart, adapter_part
 
 MAX_HEAD_DIM = 256
 # Pairs (x[i], x[i + head_dim / 2]) of a program; with 2 warps 8 a thread, 16-byte loads. Never fewer than threads: a
@@ -18,9 +19,11 @@ MAX_HEAD_DIM = 256
 _PAIRS, _NUM_WARPS = 512, 2
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "row_slots_ptr"])  # type: ignore[untyped-decorator]
 def _rope_store_kernel(
     qkv_ptr: tl.tensor,
+    part_ptr: tl.tensor,  # both None: no adapters
+    row_slots_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -51,9 +54,13 @@ def _rope_store_kernel(
     in_half = lane < HALF
     inside = (head < ALL_HEADS) & in_half
 
-    source = qkv_ptr + row * (ALL_HEADS * HEAD_DIM) + head * HEAD_DIM + lane
+    place = row * (ALL_HEADS * HEAD_DIM) + head * HEAD_DIM + lane
+    source = qkv_ptr + place
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [GROUP, HALF_BLOCK]
     second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if part_ptr is not None:
+        first = (first + adapter_part(part_ptr, row_slots_ptr, row, place, inside)).to(dtype).to(tl.float32)
+        second = (second + adapter_part(part_ptr, row_slots_ptr, row, place + HALF, inside)).to(dtype).to(tl.float32)
     turn = row * HEAD_DIM + lane
     cos_first = tl.load(cos_ptr + turn, mask=in_half, other=0.0).to(tl.float32)  # [1, HALF_BLOCK]
     cos_second = tl.load(cos_ptr + turn + HALF, mask=in_half, other=0.0).to(tl.float32)
@@ -96,6 +103,7 @@ def rope_and_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    part: AdapterPart | None = None,
 ) -> None:
     """Rotate the query heads in place; rotate the key heads and write them, with the value heads, to the pool.
 
@@ -111,6 +119,8 @@ def rope_and_store(
         q_norm: [head_dim] weight of the query heads' norm, or None.
         k_norm: As ``q_norm``, of the key heads; both or neither.
         eps: Of the head norms.
+        part: What adapters add to ``qkv``, as [num_tokens, all heads * head_dim]; the sum is rounded to its dtype as
+            after ``lora.lora_expand``.
 
     Raises:
         ValueError: Shapes, dtypes or strides do not fit.
@@ -133,12 +143,15 @@ def rope_and_store(
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.shape != (head_dim,) or norm.dtype != qkv.dtype or not norm.is_contiguous()):
             raise ValueError(f"head norm {list(norm.shape)} {norm.dtype}, expected [{head_dim}] {qkv.dtype}")
+    if part is not None:
+        part.check(qkv.flatten(1))
     if num_tokens == 0:
         return
     half_block = next_power_of_2(head_dim // 2)
     group = _PAIRS // half_block  # heads of a program, any kind: 8 of 128, so 6 programs for one row of 48
     slot_stride, part_stride, head_stride, _ = pool_layer.stride()
     _rope_store_kernel[(num_tokens, cdiv(all_heads, group))](
-        qkv, cos, sin, slots, pool_layer, q_norm, k_norm, eps, slot_stride, part_stride, head_stride,
-        num_heads, num_kv_heads, head_dim, group, half_block, num_warps=_NUM_WARPS, **dependent(),
+        qkv, *(part or (None, None)), cos, sin, slots, pool_layer, q_norm, k_norm, eps,
+        slot_stride, part_stride, head_stride, num_heads, num_kv_heads, head_dim, group, half_block,
+        num_warps=_NUM_WARPS, **dependent(),
     )  # fmt: skip

@@ -37,8 +37,11 @@ class BaseProjection:
             return few_rows_gated(h, weight)
         return activation.silu_and_mul(device_linear(h, weight))
 
+    def take_part(self) -> None:
+        """What the newest output lacks: nothing; a projection with adapters has something to add here."""
+
     def flush(self, delta: torch.Tensor) -> torch.Tensor:
-        """What the last layer adds, as it is; a projection with adapters has something to add here."""
+        """What the last layer adds, as it is."""
         return delta
 
     def head(self, x: torch.Tensor, delta: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -321,9 +321,9 @@ class DeviceRunner:
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             pool, weights, window = self._pool.layer(layer), decoder.weights(layer), spec.sliding_windows[layer]
-            rope_store.rope_and_store(
-                qkv, *rows, fields[SLOTS], pool, spec.num_heads, weights.q_norm, weights.k_norm, spec.rms_norm_eps
-            )
+            norms = weights.q_norm, weights.k_norm
+            part, eps = project.take_part(), spec.rms_norm_eps
+            rope_store.rope_and_store(qkv, *rows, fields[SLOTS], pool, spec.num_heads, *norms, eps, part)
             q = qkv[:, : spec.num_heads]
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             if num_decodes:

@@ -16,7 +16,6 @@ from fineinfer.kernels import (
     attention_prefill,
     few_rows_linear,
     lora,
-    lora_epilogue,
     norm,
     reference,
     reference_sampling,
@@ -239,40 +238,54 @@ def adapters(_dtype: torch.dtype, block_m: int) -> Case:
     return Case(draw, run, twin)
 
 
-def adapters_of_rows(g: Generator, num_rows: int, widths: list[int]) -> tuple[Tensor, ...]:
-    """Shrunk rows in two splits, B, scales, ranks and each row's adapter for a block of modules of these widths."""
-    slots, modules = len(RANKS), len(widths)
-    ranks = torch.tensor(RANKS, dtype=torch.int32)[torch.stack([some(g, slots, slots) for _ in widths], dim=1)]
-    shrunk = randn(g, 2, num_rows, modules * MAX_RANK)
-    b = randn(g, slots, MAX_RANK, sum(widths)) / MAX_RANK**0.5
-    return shrunk, b, randn(g, slots, modules), ranks, whole(g, -1, slots, num_rows)
+def draw_part(g: Generator, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Values and slots of an ``AdapterPart``."""
+    return randn(g, num_rows, width), whole(g, -1, 3, num_rows)
 
 
-def row_expansion(shrunk: Tensor, b: Tensor, scales: Tensor, ranks: Tensor, row_slots: Tensor) -> lora.RowExpansion:
-    return lora.RowExpansion(shrunk.float(), b, scales.float(), ranks, row_slots, MAX_RANK)
+def add_part(y: Tensor, values: Tensor, row_slots: Tensor) -> Tensor:
+    return y + values * (row_slots >= 0)[:, None]
 
 
-def add_adapters(y: Tensor, widths: list[int], adapters: tuple[Tensor, ...]) -> Tensor:
-    """``y`` with each row's adapter added, by its definition."""
-    shrunk, b, scales, ranks, row_slots = adapters
-    for row, slot in enumerate(row_slots.tolist()):
-        for module, width in enumerate(widths if slot >= 0 else []):
-            first, rank, part = sum(widths[:module]), int(ranks[slot, module]), module * MAX_RANK
-            factors = shrunk[:, row, part : part + rank].sum(0)
-            columns = slice(first, first + width)
-            y[row, columns] += scales[slot, module] * (factors @ b[slot, :rank, columns])
-    return y
-
-
-def norm_of_adapters(_dtype: torch.dtype) -> Case:
+def norm_of_part(_dtype: torch.dtype) -> Case:
     def draw(g: Generator) -> tuple[Tensor, ...]:
-        return randn(g, 7, 576), randn(g, 7, 576), randn(g, 576), *adapters_of_rows(g, 7, [576])
+        return randn(g, 7, 576), randn(g, 7, 576), randn(g, 576), *draw_part(g, 7, 576)
 
-    def run(x: Tensor, delta: Tensor, weight: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        return lora_epilogue.add_rms_norm_lora(x, delta, weight, EPS, row_expansion(*operands)), x
+    def run(x: Tensor, delta: Tensor, weight: Tensor, *part: Tensor) -> tuple[Tensor, ...]:
+        return norm.add_rms_norm(x, delta, weight, EPS, part=lora.AdapterPart(*part)), x
 
-    def twin(x: Tensor, delta: Tensor, weight: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        return reference.add_rms_norm(x, add_adapters(delta, [576], operands), weight, EPS)
+    def twin(x: Tensor, delta: Tensor, weight: Tensor, *part: Tensor) -> tuple[Tensor, ...]:
+        return reference.add_rms_norm(x, add_part(delta, *part), weight, EPS)
+
+    return Case(draw, run, twin)
+
+
+def activation_of_part(_dtype: torch.dtype) -> Case:
+    def draw(g: Generator) -> tuple[Tensor, ...]:
+        return randn(g, 7, 3000), *draw_part(g, 7, 3000)
+
+    def run(gate_up: Tensor, *part: Tensor) -> tuple[Tensor, ...]:
+        return (activation.silu_and_mul(gate_up, part=lora.AdapterPart(*part)),)
+
+    return Case(draw, run, lambda gate_up, *part: (reference.silu_and_mul(add_part(gate_up, *part)),))
+
+
+def rope_of_part(dtype: torch.dtype) -> Case:
+    plain = rope(dtype)
+
+    def draw(g: Generator) -> tuple[Tensor, ...]:
+        return *plain.draw(g), *draw_part(g, 9, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+
+    def run(qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, kv: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *head_norms, values, row_slots = rest
+        part = lora.AdapterPart(values, row_slots)
+        rope_store.rope_and_store(qkv, cos, sin, slots, kv, HEADS, *head_norms, EPS, part)
+        return torch.where(slots[:, None, None] >= 0, qkv[:, :HEADS], 0.0), kv
+
+    def twin(qkv: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        *others, values, row_slots = rest
+        queries, kv = plain.twin(add_part(qkv.flatten(1), values, row_slots).view_as(qkv), *others)
+        return queries[:, :HEADS], kv
 
     return Case(draw, run, twin)
 
@@ -309,7 +322,7 @@ CASES: list[tuple[Callable[[torch.dtype], Case], tuple[torch.dtype, ...]]] = [
     *((make, ALL) for make in (norms, silu_and_mul, rope, decode, prefill, choices, moves)),
     *((partial(make, window=100), ALL) for make in (decode, prefill)),
     *((partial(adapters, block_m=block_m), ALL) for block_m in lora.BLOCK_ROWS),
-    (norm_of_adapters, ALL),
+    *((make, ALL) for make in (norm_of_part, activation_of_part, rope_of_part)),
     *((partial(few_rows, num_rows=num_rows), (torch.float16, torch.bfloat16)) for num_rows in (1, 2, 7)),
     (adjustments, FP32),
     (tables, FP32),

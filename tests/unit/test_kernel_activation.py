@@ -7,6 +7,7 @@ import torch
 
 from fineinfer.kernels import reference
 from fineinfer.kernels.activation import MAX_BLOCK, silu_and_mul
+from fineinfer.kernels.lora import AdapterPart
 
 NAN = float("nan")
 
@@ -35,6 +36,22 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, kernel_device:
     assert wider[:, intermediate:].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(1, 1536), (0, 64), (3, 65), (7, 100), (5, 1), (3, MAX_BLOCK + 1)])
+def test_adapters_add_to_gate_and_up_of_their_rows(
+    shape: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    rows, width = shape[0], 2 * shape[1]
+    gate_up = torch.randn(rows, width + 3, device=kernel_device, dtype=dtype)[:, :-3] * 4
+    row_slots = torch.tensor([3, -1, 0, -5, 1, 1, -1], dtype=torch.int32, device=kernel_device)[:rows]
+    values = torch.full((rows, width), NAN, device=kernel_device, dtype=dtype)
+    values[row_slots >= 0] = torch.randn(rows, width, device=kernel_device).to(dtype)[row_slots >= 0]
+    added = (gate_up.float() + values.float().where((row_slots >= 0)[:, None], 0.0)).to(dtype)
+    before = gate_up.clone()
+    got = silu_and_mul(gate_up, part=AdapterPart(values, row_slots))
+    torch.testing.assert_close(got, silu_and_mul(added), rtol=0, atol=0)
+    assert torch.equal(gate_up, before)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, in the interpreter: exp gives inf, as it should
 def test_extreme_gates(dtype: torch.dtype, kernel_device: torch.device) -> None:
     gate = torch.tensor([-30000.0, -100.0, -0.0, 100.0, 30000.0], device=kernel_device, dtype=dtype)
@@ -51,6 +68,7 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
         lambda: silu_and_mul(gate_up, gate_up[:, :3]),
         lambda: silu_and_mul(gate_up, gate_up[:, :4].half()),
         lambda: silu_and_mul(gate_up, gate_up[:, ::2]),
+        lambda: silu_and_mul(gate_up, part=AdapterPart(gate_up[:1], torch.zeros(2, device=kernel_device).int())),
     ]
     for call in calls:
         with pytest.raises(ValueError):

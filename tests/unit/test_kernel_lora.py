@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fineinfer.adapters import batch
 from fineinfer.adapters.batch import (
     AdapterSegment,
     DeviceProjection,
@@ -22,7 +23,7 @@ from fineinfer.adapters.batch import (
 from fineinfer.adapters.config import BLOCK_MODULES, MODULES
 from fineinfer.adapters.registry import AdapterRegistry, AdapterStacks
 from fineinfer.adapters.weights import LoraLayout, LoraWeights
-from fineinfer.kernels import lora_epilogue, reference
+from fineinfer.kernels import reference
 from fineinfer.kernels.lora import lora_expand, lora_shrink, shrink_splits, shrunk_elements
 from fineinfer.model.decoder import plain_project
 
@@ -75,14 +76,15 @@ class Case:
         return cls(*moved, scales.to(device), ranks.to(device), top, columns)
 
     def run(
-        self, y: torch.Tensor, tiles: torch.Tensor, block_m: int, num_splits: int | None = None
+        self, y: torch.Tensor, tiles: torch.Tensor, block_m: int, num_splits: int | None = None, add: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
         splits = num_splits or shrink_splits(*self.x.shape, self.columns[-1], block_m)
         out = torch.full((splits, len(self.x), self.a.shape[1]), float("nan"), device=y.device)
         if num_splits is None:  # as what a freed tensor left may be: adding up what is not written shows
             out.fill_(float("inf"))[1::2] = -float("inf")
         shrunk = lora_shrink(self.x, self.a, self.ranks, tiles, self.max_rank, block_m, out)
-        result = lora_expand(shrunk, self.b, self.scales, self.ranks, tiles, self.max_rank, block_m, self.columns, y)
+        operands = shrunk, self.b, self.scales, self.ranks, tiles
+        result = lora_expand(*operands, self.max_rank, block_m, self.columns, y, add)
         return shrunk, result
 
     def exact(self, y: torch.Tensor, segments: list[AdapterSegment]) -> torch.Tensor:
@@ -172,6 +174,27 @@ def test_every_split_is_written_where_it_is_read(kernel_device: torch.device, nu
     assert shrunk[:, :18, 16:64].isnan().all() and shrunk[:, 18, 64:].isnan().all()  # past the ranks
     wanted = case.x[:18].double() @ case.a[0, :4].double().T
     torch.testing.assert_close(shrunk[:, :18, :4].sum(0).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "block_m"), [(65, (0, 130, 195, 260), 16), (100, (0, 65), 64)])
+def test_the_part_alone(
+    kernel_device: torch.device, dtype: torch.dtype, rows: int, columns: tuple[int, ...], block_m: int
+) -> None:
+    skip_unless_supported(dtype, kernel_device)
+    case = Case.random(rows, 100, columns, dtype, kernel_device)
+    runs = [AdapterSegment(*segment) for segment in [(0, 3, 20), (1, 20, 21), (2, 25, 30), (4, 31, 32), (3, 32, 65)]]
+    nothing = torch.zeros(rows, columns[-1], device=kernel_device, dtype=dtype)
+    values = torch.full_like(nothing, float("nan"))
+    _, got = case.run(values, on_device(runs, rows, block_m, kernel_device), block_m, add=False)
+    assert got is values
+    unowned = torch.ones(rows, dtype=torch.bool)
+    for _, start, end in runs:
+        unowned[start:end] = False
+    assert got[unowned].isnan().all()  # as it was
+    exact, tolerance = case.exact(nothing, runs), TOLERANCE[dtype]
+    torch.testing.assert_close(got[~unowned].double(), exact[~unowned], rtol=tolerance, atol=tolerance)
+    assert not got[25:30].any() and not got[31, : columns[1]].any()  # an adapter of rank 0, and one without a module
 
 
 def test_a_largest_rank_below_a_block_and_strided_rows(kernel_device: torch.device) -> None:
@@ -338,7 +361,9 @@ class Layers:
         for slot, start, end in SEGMENTS:
             row_slots[start:end] = slot
         tiles = on_device(SEGMENTS, ROWS, self.block_m, self.device)
-        workspace = make_workspace(ROWS, self.stacks, self.device).fill_(float("nan"))
+        workspace = make_workspace(ROWS, self.stacks, self.device)
+        for room in workspace:
+            room.fill_(float("nan"))
         rows = RowAdapters(tiles, row_slots.to(self.device), self.block_m)
         self.project = DeviceProjection(self.stacks, rows, workspace, plain_project)
 
@@ -354,12 +379,12 @@ class Layers:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("block_m", "fused"), [(16, True), (64, False)])  # as a decode and a long prefill
+@pytest.mark.parametrize(("block_m", "beside"), [(16, True), (64, False)])  # as a decode and a long prefill
 def test_a_layer_computes_what_the_serving_projection_and_the_reference_operations_do(
-    kernel_device: torch.device, dtype: torch.dtype, block_m: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+    kernel_device: torch.device, dtype: torch.dtype, block_m: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_unless_supported(dtype, kernel_device)
-    monkeypatch.setattr(lora_epilogue, "MAX_NORM_ROWS", ROWS if fused else ROWS - 1)
+    monkeypatch.setattr(batch, "MAX_BESIDE_ROWS", ROWS if beside else ROWS - 1)
     layers = Layers(dtype, kernel_device, block_m)
     project, expect, shape = layers.project, layers.expect, layers.shape
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -373,7 +398,12 @@ def test_a_layer_computes_what_the_serving_projection_and_the_reference_operatio
 
         weight, exact = layers.draw(shape.num_heads * shape.head_dim + 2 * 24, hidden, scale=hidden**-0.5)
         bias, exact_bias = layers.draw(len(weight))
-        layers.check(project(layer, "qkv", h, weight, bias), expect(layer, "qkv", h.float().cpu(), exact, exact_bias))
+        qkv = project(layer, "qkv", h, weight, bias)
+        part = project.take_part()
+        assert (part is not None) == beside and project.take_part() is None
+        if part is not None:
+            qkv += part.values.where((part.row_slots >= 0)[:, None], 0.0)
+        layers.check(qkv, expect(layer, "qkv", h.float().cpu(), exact, exact_bias))
 
         weight, exact = layers.draw(hidden, hidden, scale=hidden**-0.5)
         delta = project(layer, "o", h, weight, None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fineinfer.kernels import reference
+from fineinfer.kernels.lora import AdapterPart
 from fineinfer.kernels.norm import MAX_HIDDEN, add_rms_norm, rms_norm
 
 EPS = 1e-5
@@ -56,6 +57,25 @@ def test_add_rms_norm(shape: tuple[int, int], dtype: torch.dtype, kernel_device:
     torch.testing.assert_close(delta, normed, rtol=rtol(dtype), atol=1e-6)
 
 
+@pytest.mark.parametrize("wide", [False, True])  # the stream and what is added to it fp32
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adapters_add_to_the_delta_of_their_rows(
+    shape: tuple[int, int], wide: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    stream = torch.float32 if wide else dtype
+    x, delta = strided(*shape, stream, kernel_device), strided(*shape, stream, kernel_device)
+    weight = torch.randn(shape[1], device=kernel_device).to(dtype)
+    row_slots = torch.tensor([3, -1, 0, -5, 1, 1, -1], dtype=torch.int32, device=kernel_device)[: shape[0]]
+    has_adapter = (row_slots >= 0)[:, None]
+    values = torch.full(shape, NAN, device=kernel_device, dtype=dtype)
+    values[row_slots >= 0] = torch.randn(shape, device=kernel_device).to(dtype)[row_slots >= 0]
+    expected_x, added = x.clone(), (delta.float() + values.float().where(has_adapter, 0.0)).to(stream)
+    expected = add_rms_norm(expected_x, added, weight, EPS)
+    got = add_rms_norm(x, delta, weight, EPS, part=AdapterPart(values, row_slots))
+    torch.testing.assert_close(x, expected_x, rtol=0, atol=0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_halves_are_rounded_where_torch_rounds_them(dtype: torch.dtype, kernel_device: torch.device) -> None:
     if dtype == torch.float32:
         pytest.skip("nothing to round")
@@ -96,7 +116,7 @@ def test_the_twin_has_gradients() -> None:
 
 def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
     x, weight = torch.ones(2, 8, device=kernel_device), torch.ones(8, device=kernel_device)
-    wide = torch.ones(1, MAX_HIDDEN + 1, device=kernel_device)
+    wide, slots = torch.ones(1, MAX_HIDDEN + 1, device=kernel_device), torch.zeros(2, device=kernel_device).int()
     calls = [
         lambda: rms_norm(x, weight[:7], EPS),
         lambda: rms_norm(x.half(), weight, EPS),
@@ -109,6 +129,11 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
         lambda: add_rms_norm(x, x[:1], weight, EPS),
         lambda: add_rms_norm(x, x.half(), weight, EPS),
         lambda: add_rms_norm(x, x.clone(), weight, EPS, out=x),
+        lambda: add_rms_norm(x, x.clone(), weight, EPS, part=AdapterPart(x[:1], slots)),
+        lambda: add_rms_norm(x, x.clone(), weight, EPS, part=AdapterPart(x.double(), slots)),
+        lambda: add_rms_norm(x, x.clone(), weight, EPS, part=AdapterPart(x.T.contiguous().T, slots)),
+        lambda: add_rms_norm(x, x.clone(), weight, EPS, part=AdapterPart(x.clone(), slots[:1])),
+        lambda: add_rms_norm(x, x.clone(), weight, EPS, part=AdapterPart(x.clone(), slots.long())),
     ]
     for call in calls:
         with pytest.raises(ValueError):

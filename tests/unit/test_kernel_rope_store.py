@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fineinfer.kernels import reference
+from fineinfer.kernels.lora import AdapterPart
 from fineinfer.kernels.rope_store import MAX_HEAD_DIM, rope_and_store
 
 EPS = 1e-6
@@ -25,6 +26,12 @@ class Inputs(NamedTuple):
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     eps: float = EPS
+    part: AdapterPart | None = None
+
+    @property
+    def of_twin(self) -> tuple[object, ...]:
+        """What the twin, which knows no adapters, takes."""
+        return self[:-1]
 
     def wide(self) -> Inputs:
         """The same in fp64, nothing shared."""
@@ -78,11 +85,33 @@ def test_rope_and_store(
 ) -> None:
     inputs = make(rows, heads, norms, dtype, kernel_device, layers=2)
     before, wide = inputs.qkv.clone(), inputs.wide()
-    reference.rope_and_store(*wide)
+    reference.rope_and_store(*wide.of_twin)
     rope_and_store(*inputs)
     check(inputs.qkv[:, : heads[0]], wide.qkv[:, : heads[0]], norms)
     check(inputs.pool[:, 0], wide.pool[:, 0], norms)  # NaN where no slot was written
     torch.testing.assert_close(inputs.pool[:, 1].double(), wide.pool[:, 1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(inputs.qkv[:, heads[0] :], before[:, heads[0] :], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (5, 1, 80)])
+def test_adapters_add_to_all_heads_of_their_rows(
+    heads: tuple[int, int, int], norms: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    inputs = make(7, heads, norms, dtype, kernel_device)
+    row_slots = torch.tensor([3, -1, 0, -5, 1, 1, -1], dtype=torch.int32, device=kernel_device)
+    inputs.slots[4] = -1  # padding
+    has_adapter, flat = row_slots >= 0, inputs.qkv.flatten(1)
+    values = torch.full_like(flat, NAN)
+    values[has_adapter] = torch.randn_like(flat)[has_adapter]
+    added = (flat.float() + values.float().where(has_adapter[:, None], 0.0)).to(dtype).view_as(inputs.qkv)
+    plain = inputs._replace(qkv=added.clone(), pool=inputs.pool.clone())
+    rope_and_store(*plain)
+    before = inputs.qkv.clone()
+    rope_and_store(*inputs._replace(part=AdapterPart(values, row_slots)))
+    rows = inputs.slots >= 0
+    torch.testing.assert_close(inputs.pool, plain.pool, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(inputs.qkv[rows, : heads[0]], plain.qkv[rows, : heads[0]], rtol=0, atol=0)
     torch.testing.assert_close(inputs.qkv[:, heads[0] :], before[:, heads[0] :], rtol=0, atol=0)
 
 
@@ -91,7 +120,7 @@ def test_padding_rows_store_nothing(index_dtype: torch.dtype, kernel_device: tor
     inputs = make(5, (4, 2, 64), True, torch.float32, kernel_device)
     inputs.slots[1], inputs.slots[4] = -1, -7
     wide = inputs.wide()
-    reference.rope_and_store(*wide)
+    reference.rope_and_store(*wide.of_twin)
     assert int(wide.pool.isnan().logical_not().sum()) == 3 * 2 * 2 * 64
     rope_and_store(*inputs._replace(slots=inputs.slots.to(index_dtype)))
     check(inputs.pool, wide.pool, True)
@@ -104,7 +133,7 @@ def test_head_norms_are_rounded_where_torch_rounds_them(dtype: torch.dtype, kern
     inputs = make(9, (4, 4, 64), True, dtype, kernel_device)
     inputs.cos.fill_(1), inputs.sin.fill_(0)  # what is left is the norm
     twin = inputs._replace(qkv=inputs.qkv.clone(), pool=inputs.pool.clone())
-    reference.rope_and_store(*twin)
+    reference.rope_and_store(*twin.of_twin)
     rope_and_store(*inputs)
     for ours, expected in ((inputs.qkv, twin.qkv), (inputs.pool[inputs.slots], twin.pool[inputs.slots])):
         assert (ours != expected).double().mean() < 0.01  # one rounding less differs in a quarter of the values
@@ -140,6 +169,7 @@ def test_what_does_not_fit_is_refused(kernel_device: torch.device) -> None:
         good._replace(pool=good.pool.half()),
         good._replace(q_norm=None),
         good._replace(k_norm=torch.ones(7, device=kernel_device)),
+        good._replace(part=AdapterPart(good.qkv.flatten(1)[:, 1:], good.slots.int())),
     ]
     for inputs in bad:
         with pytest.raises(ValueError):

@@ -50,7 +50,7 @@ compiled = []
 knobs.compilation.listener = lambda **told: compiled.append(told)
 from fineinfer.adapters.registry import AdapterRegistry
 from fineinfer.kernels import (
-    activation, attention_decode, attention_prefill, few_rows_linear, lora, lora_epilogue, norm, rope_store, slot_move
+    activation, attention_decode, attention_prefill, few_rows_linear, lora, norm, rope_store, slot_move
 )
 from fineinfer.memory.kv_cache import KVCache
 from fineinfer.memory.kv_pool import KVPool, KVSpec
@@ -59,7 +59,7 @@ from fineinfer.runner.device_runner import DeviceRunner
 from fineinfer.runner.step_graphs import GraphKey
 
 if capability >= 90:
-    own = activation, attention_decode, attention_prefill, few_rows_linear, lora, lora_epilogue, norm, rope_store
+    own = activation, attention_decode, attention_prefill, few_rows_linear, lora, norm, rope_store
     for module in own:
         module.dependent = lambda: {"PDL": True, "launch_pdl": True}
 model = load_model(folder, dtype=dtype, device="cpu", load_format="dummy", revision=None, seed=0)
