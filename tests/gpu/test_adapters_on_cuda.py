@@ -60,7 +60,7 @@ def test_live_weights_are_those_of_the_update_they_are_named_after(
 
 def test_fills_of_one_slot_from_two_streams_keep_their_order(embedded_model: Path) -> None:
     """The first is queued behind a step on the serving stream; the second, of training's stream, must not pass it."""
-    device, (spec, _) = torch.device("cuda"), read_spec(embedded_model)
+    device, (_, spec) = torch.device("cuda"), read_spec(embedded_model)
     stacks = AdapterStacks(spec, 2, 8, torch.bfloat16, device)
     layout = LoraLayout.uniform(spec, LoraSpec(r=8))
     older, newer = (LoraWeights.init(layout, torch.bfloat16, device, seed) for seed in (1, 2))
@@ -78,7 +78,7 @@ def test_fills_of_one_slot_from_two_streams_keep_their_order(embedded_model: Pat
 
 
 def test_a_fill_of_another_layout_does_not_wait_for_the_device(embedded_model: Path) -> None:
-    device, (spec, _) = torch.device("cuda"), read_spec(embedded_model)
+    device, (_, spec) = torch.device("cuda"), read_spec(embedded_model)
     stacks = AdapterStacks(spec, 2, 8, torch.bfloat16, device)
     weights = [LoraWeights.init(LoraLayout.uniform(spec, LoraSpec(r=r)), torch.bfloat16, device, r) for r in (4, 8)]
     stacks.fill(0, weights[0])  # pinned memory is there from now on
