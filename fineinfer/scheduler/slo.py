@@ -22,7 +22,7 @@ from fineinfer.scheduler.policy import POLICIES, SHARE_WINDOW_S, CappedPolicy, L
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
-MAX_PACE = 0.97  # the rest is for what the engine does not see: a token's way to the client
+MAX_PACE = 0.95  # the rest is for what the engine does not see: a token's way to the client, and steps' spread
 CREDIT_S = 1.0  # training beyond the minimum counts for so long while there are requests
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_GAP = 2.0  # tokens' times between two tokens that units alone may fill, however early the requests are

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import dataclass, field
+from statistics import median
 
 import pytest
 
@@ -243,8 +244,8 @@ def test_beside_steps_training_stops_for_targets_that_it_would_break() -> None:
     wide, narrow = (simulate(16, 25, tpot_s=tpot_s, ttft_s=0.2, beside=True) for tpot_s in (25e-3, 11e-3))
     assert narrow.p99("tpot") <= 11.5e-3 < wide.p99("tpot")
     assert narrow.share < wide.share
-    late = simulate(16, 25, tpot_s=40e-3, ttft_s=0.02, beside=True)
-    assert late.p99("ttft") < simulate(16, 25, tpot_s=40e-3, ttft_s=0.2, beside=True).p99("ttft")
+    late, early = (simulate(16, 25, tpot_s=40e-3, ttft_s=ttft_s, beside=True) for ttft_s in (0.02, 0.2))
+    assert median(late.ttft) < median(early.ttft) and late.share < 0.7 * early.share  # the p99 is a long prompt's own
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
