@@ -17,28 +17,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: its kernels then run on the CPU
 
 
-def patch_once_a_launch() -> None:
-    """Triton's interpreter (3.6 to 3.9) patches its language again for each function a kernel calls: much of its time.
-
-    What is patched already stays as it is. Another interpreter may do it in another way, and is then as slow as it is.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch = getattr(interpreter, "_patch_lang", None)
-    scope = getattr(interpreter, "_LangPatchScope", None)
-    if patch is None or scope is None:
-        return
-
-    def patch_unless_patched(function: Any) -> Any:
-        used = [value for value in function.__globals__.values() if value is language or value is language.core]
-        return patch(function) if any(language.core.is_builtin(module.load) for module in used) else scope()
-
-    interpreter._patch_lang = patch_unless_patched
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
+    from .interpreting import check_addresses, patch_once_a_launch
+
     patch_once_a_launch()
+    check_addresses()
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
