@@ -30,6 +30,7 @@ class LoadState:
         deferral_bound_s: Longest a waiting request may be held back for training.
         now_s: ``time.monotonic()``.
         prefill_tokens: Prompt tokens of running requests that are still to be computed.
+        prefilled_tokens: Of the same prompts what earlier steps have computed.
         queued_tokens: Prompt tokens of waiting requests.
         in_flight_s: Estimated seconds that launched steps still take.
         clocks: Of the running requests that have a token; only while training can run beside steps.
@@ -52,6 +53,7 @@ class LoadState:
     deferral_bound_s: float
     now_s: float = 0.0
     prefill_tokens: int = 0
+    prefilled_tokens: int = 0
     queued_tokens: int = 0
     in_flight_s: float = 0.0
     clocks: tuple[TokenClock, ...] = ()

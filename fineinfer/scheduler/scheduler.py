@@ -139,7 +139,8 @@ class Scheduler:
     def _load(self, now_s: float, training: TrainingState) -> LoadState:
         """What the policy may look at."""
         oldest_s, estimate = self.waiting.oldest_arrival_s(), self._latency.estimate
-        prefill_tokens = sum(s.num_uncomputed for s in self.running if s.num_uncomputed > 1)
+        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        prefill_tokens = sum(sequence.num_uncomputed for sequence in prompts)
         num_prompt = prefill_tokens + self.waiting.num_tokens
         return LoadState(
             oldest_wait_s=None if oldest_s is None else now_s - oldest_s,
@@ -150,6 +151,7 @@ class Scheduler:
             deferral_bound_s=self._limits.deferral_bound_s,
             now_s=now_s,
             prefill_tokens=prefill_tokens,
+            prefilled_tokens=sum(sequence.num_computed - sequence.num_cached for sequence in prompts),
             queued_tokens=self.waiting.num_tokens,
             clocks=tuple(
                 TokenClock(sequence.first_token_s, sequence.num_generated - 1)

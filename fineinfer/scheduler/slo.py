@@ -8,7 +8,8 @@ target that is really spent, follows the observed 99th percentiles: additive inc
 Where training runs beside steps on a stream of its own, each running request has a clock: its next token is due a
 token's time after the one before was due. A step has training beside it if even so it ends before the first of these
 moments, and waits while another unit fits before it too. Steps with many prompt tokens fill the device on their own and
-run alone: sharing them would delay first tokens and win nothing. If first tokens are late, so do steps with fewer.
+run alone: sharing them would delay first tokens and win nothing. So does the last step of such a prompt, whatever is
+left of it. If first tokens are late, so do steps with fewer.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fineinfer.scheduler.policy import POLICIES, SHARE_WINDOW_S, CappedPolicy, L
 UNSET_FACTOR = 3.0  # a target that is not given is this many times the latency without training
 PACE_WINDOW, PACE_EVERY = 256, 16  # finished requests: looked at, and between two looks
 PACE_STEP, PACE_DROP, MIN_PACE = 0.02, 0.85, 0.2
-MAX_PACE = 0.95  # the rest is for what the engine does not see: a token's way to the client, and steps' spread
+MAX_PACE = 0.96  # the rest is for what the engine does not see: a token's way to the client, and steps' spread
 CREDIT_S = 1.0  # training beyond the minimum counts for so long while there are requests
 CATCH_UP = 2.0  # the minimum share of a long step, so many times: what was missed is made up for
 MAX_GAP = 2.0  # tokens' times between two tokens that units alone may fill, however early the requests are
-MAX_PROMPT_BESIDE = 256  # prompt tokens of a step with training beside it: more fill the device on their own
+MAX_PROMPT_BESIDE = 256  # tokens of the prompts in a step with training beside it: more fill the device on their own
 PROMPT_STEP, MIN_PROMPT = 32, 64  # by which they become more again; fewer are none
 CALM = 0.9  # a 99th percentile below this part of its target leaves room for more
 
@@ -139,7 +140,7 @@ class SloPolicy:
                 return Turn(admit=True, train=True, infer=False)
         first_s = self.pace * self._ttft_s(LoadFree(load.step_s, load.prefill_s))
         in_time = (load.oldest_wait_s or 0.0) + load.in_flight_s + load.prefill_beside_s <= first_s
-        fits = num_prompt <= self.prompt_beside and free_s + load.step_beside_s <= due_s
+        fits = num_prompt + load.prefilled_tokens <= self.prompt_beside and free_s + load.step_beside_s <= due_s
         self._last_inference_s = load.now_s
         return Turn(admit=True, train=load.training_ready and (missing or (not enough and fits and in_time)))
 

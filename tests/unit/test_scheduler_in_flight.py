@@ -13,7 +13,7 @@ from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler import scheduler as scheduler_module
 from fineinfer.scheduler.admission import LengthPredictor
 from fineinfer.scheduler.plan import Chunk, StepPlan
-from fineinfer.scheduler.policy import POLICIES
+from fineinfer.scheduler.policy import POLICIES, LoadState, Turn
 from fineinfer.scheduler.scheduler import BACKLOG_STEPS, Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
 
@@ -336,3 +336,26 @@ def test_a_request_preempted_behind_a_step_that_fails_leaves_nothing() -> None:
     scheduler.finish(old, FinishReason.STOP)
     assert cached(kv, old) > 10, "what ends well later is known again"
     kv.check_integrity()
+
+
+def test_a_policy_is_told_what_of_a_long_prompt_earlier_steps_computed_but_not_what_was_cached() -> None:
+    scheduler, _ = make_caching(400)
+    loads: list[LoadState] = []
+
+    def watch(load: LoadState) -> Turn:
+        loads.append(load)
+        return POLICIES["inference-first"](load)
+
+    scheduler._policy = watch
+    first = add(scheduler, "0", 40, 1)
+    for _ in range(2):
+        for chunk in launch(scheduler):
+            scheduler.commit(chunk, 7 if chunk.samples else None)
+    scheduler.finish(first, FinishReason.STOP)
+    loads.clear()
+    second = add(scheduler, "1", 200, 5)  # its first 40 tokens are those of the other
+    for _ in range(4):
+        for chunk in launch(scheduler):
+            scheduler.commit(chunk, 7 if chunk.samples else None)
+    assert second.num_cached == 40 and second.output
+    assert [(load.prefill_tokens, load.prefilled_tokens) for load in loads] == [(0, 0), (96, 64), (32, 128), (0, 0)]
