@@ -237,7 +237,7 @@ class EngineLoop:
                 adapter_version=sequence.adapter_version,
                 adapter_step=sequence.adapter_step,
                 queue_s=(sequence.first_scheduled_s or now_s()) - sequence.arrival_s if first else None,
-                cached_tokens=sequence.num_cached if first else 0,
+                cached_tokens=sequence.num_found if first else 0,
                 training_s=self.parts.scheduler.training_s(sequence),
             ),
         )

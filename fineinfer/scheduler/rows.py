@@ -15,7 +15,7 @@ class SequenceRows:
         kv_cache: Slots, request table and prefix cache.
 
     Attributes:
-        num_queries: Tokens looked up in the prefix cache.
+        num_queries: Tokens that new requests looked up in the prefix cache.
         num_hits: Tokens found.
     """
 
@@ -44,8 +44,10 @@ class SequenceRows:
             return False
         sequence.row, sequence.num_computed = opened
         sequence.num_cached = sequence.num_proven = sequence.num_computed
-        self.num_queries += sequence.num_tokens
-        self.num_hits += sequence.num_cached
+        if not sequence.num_preemptions:  # later it finds what it left itself
+            sequence.num_found = sequence.num_cached
+            self.num_queries += sequence.num_tokens
+            self.num_hits += sequence.num_cached
         return True
 
     def close(self, sequence: Sequence) -> None:

@@ -30,6 +30,7 @@ class Sequence:
         num_proven: Of these, tokens of steps that have ended with finite logits: what later requests may share.
         num_in_flight: Tokens that a launched step chooses but whose ids the host does not know yet.
         num_cached: Computed tokens that the prefix cache had when it was admitted last.
+        num_found: Of its prompt, when it was admitted first: what other requests had left.
         num_preemptions: Times its KV was given up and must be recomputed.
         admitted_s: When it was admitted last.
         first_scheduled_s: When its first slice was planned.
@@ -58,6 +59,7 @@ class Sequence:
     num_computed: int = 0
     num_proven: int = 0
     num_cached: int = 0
+    num_found: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
     admitted_s: float = 0.0

@@ -12,7 +12,7 @@ from fineinfer.memory.kv_cache import KVCache
 from fineinfer.request import FinishReason, SamplingParams
 from fineinfer.scheduler import scheduler as scheduler_module
 from fineinfer.scheduler.admission import LengthPredictor
-from fineinfer.scheduler.plan import Chunk, StepPlan
+from fineinfer.scheduler.plan import Chunk, PlanDraft, StepPlan
 from fineinfer.scheduler.policy import POLICIES, LoadState, Turn
 from fineinfer.scheduler.scheduler import BACKLOG_STEPS, Scheduler, SchedulerLimits, TrainingState
 from fineinfer.scheduler.sequence import Sequence
@@ -359,3 +359,21 @@ def test_a_policy_is_told_what_of_a_long_prompt_earlier_steps_computed_but_not_w
             scheduler.commit(chunk, 7 if chunk.samples else None)
     assert second.num_cached == 40 and second.output
     assert [(load.prefill_tokens, load.prefilled_tokens) for load in loads] == [(0, 0), (96, 64), (32, 128), (0, 0)]
+
+
+def test_a_request_preempted_in_its_prompt_says_of_what_it_finds_later_nothing() -> None:
+    scheduler, kv = make_caching(150)
+    old, young = add(scheduler, "0", 20, 60), add(scheduler, "1", 66, 2)
+    young.prompt = [2] * 66
+    for chunk in launch(scheduler):
+        scheduler.commit(chunk, 7 if chunk.samples else None)
+    assert old.output and young.num_computed == 44
+    scheduler._preempt(young, PlanDraft())
+    scheduler.finish(old, FinishReason.STOP)
+    while not young.output:
+        for chunk in launch(scheduler):
+            scheduler.commit(chunk, 7 if chunk.samples else None)
+    assert young.num_cached == 44 and young.num_found == 0
+    assert scheduler.rows.num_hits == 0 and scheduler.rows.num_queries == 86
+    scheduler.finish(young, FinishReason.LENGTH)
+    kv.check_integrity()
