@@ -252,7 +252,7 @@ def _check(ranks: torch.Tensor, tiles: torch.Tensor, max_rank: int, block_m: int
     return num_modules
 
 
-@triton.jit(do_not_specialize=["out_split_stride"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["out_split_stride"], do_not_specialize_on_alignment=["ranks", "tiles"])  # type: ignore[untyped-decorator]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     a,
@@ -318,7 +318,7 @@ def _sum_splits(part, is_row, exists, in_rank, split_stride, SPLITS: tl.constexp
     return summed
 
 
-@triton.jit(do_not_specialize=["batch_rows"], do_not_specialize_on_alignment=["tiles"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["batch_rows"], do_not_specialize_on_alignment=["scales", "ranks", "tiles"])  # type: ignore[untyped-decorator]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
     b,

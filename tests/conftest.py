@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import zlib
@@ -35,6 +36,17 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made is no garbage: engines collect it when they start, a third of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What is frozen at the end is a leak to some libraries, which say so."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

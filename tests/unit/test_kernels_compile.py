@@ -66,7 +66,7 @@ model = load_model(folder, dtype=dtype, device="cpu", load_format="dummy", revis
 spec, cpu = model.spec, torch.device("cpu")
 adapters = AdapterRegistry(spec, 2, 32, model.decoder.dtype, cpu)
 pool = KVPool(KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, model.decoder.dtype), 256, cpu)
-runner = DeviceRunner(model.decoder, KVCache(256, 16, 256, pool=pool), adapters, 64, cpu)
+runner = DeviceRunner(model.decoder, KVCache(256, 16, 256, pool=pool), adapters, 16, cpu)
 from fineinfer.runner.compiling import compiling_only
 from fineinfer.training.ops import triton_ops
 from fineinfer.training.warm_up import warm_up
@@ -82,7 +82,7 @@ slots = torch.arange(2)
 slot_move.move_slots(pool.layer(0), slots[:1], slots[1:])  # on a GPU the pool's own way of moving
 before = dict(shared)
 with torch.inference_mode():
-    for rows, mixed, adapted in ((1, False, False), (16, False, True), (64, True, False), (64, True, True)):
+    for rows, mixed, adapted in ((1, False, False), (16, False, True), (16, True, False), (16, True, True)):
         key = GraphKey(rows, mixed, adapted)
         runner._enter_padding(key)
         runner._captured_step(key)
@@ -121,8 +121,9 @@ print(json.dumps({"shared": shared, "new": new, "trained": trained, "unexpected"
 """
 
 
-# of the 8.x cards that with the least shared memory, and the widest heads on it; float16 is compiled as bfloat16 is
-@pytest.mark.parametrize(("capability", "dtype", "head_dim"), [(86, "bfloat16", 256), (90, "float32", 64)])
+# of the 8.x cards that with the least shared memory, and the widest heads on it; float16 is compiled as bfloat16 is,
+# float32 on cards only: it takes half as long again
+@pytest.mark.parametrize(("capability", "dtype", "head_dim"), [(86, "bfloat16", 256), (90, "bfloat16", 64)])
 def test_every_kernel_compiles(tmp_path: Path, capability: int, dtype: str, head_dim: int) -> None:
     pytest.importorskip("triton")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"head_dim": head_dim}))

@@ -143,9 +143,9 @@ def test_unset_targets_are_three_times_the_latency_without_training() -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_the_minimum_share_holds_under_overload(share: float) -> None:
-    overloaded = simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
+    overloaded = simulate(60, 14, tpot_s=5e-3, ttft_s=0.05, train_share_min=share)
     assert share * 0.9 <= overloaded.share <= share + 0.05
-    assert simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
+    assert simulate(60, 7, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0).share < 0.01
 
 
 @pytest.mark.parametrize("step_s", [5e-3, 0.1, 0.5])
@@ -182,7 +182,7 @@ def test_a_job_that_wants_less_gets_less_under_every_policy(policy: str) -> None
 
 def test_what_a_job_may_take_goes_before_what_training_is_promised() -> None:
     for beside in (False, True):
-        outcome = simulate(60, 30, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.2, max_share=0.05, beside=beside)
+        outcome = simulate(60, 15, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.2, max_share=0.05, beside=beside)
         assert outcome.share == pytest.approx(0.05, abs=0.02)
 
 
@@ -250,9 +250,9 @@ def test_beside_steps_training_stops_for_targets_that_it_would_break() -> None:
 
 @pytest.mark.parametrize("share", [0.02, 0.1])
 def test_beside_steps_the_minimum_share_holds_under_overload(share: float) -> None:
-    overloaded = simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=share, beside=True)
+    overloaded = simulate(60, 14, tpot_s=5e-3, ttft_s=0.05, train_share_min=share, beside=True)
     assert share * 0.9 <= overloaded.share <= share + 0.05
-    assert simulate(60, 25, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
+    assert simulate(60, 7, tpot_s=5e-3, ttft_s=0.05, train_share_min=0.0, beside=True).share < 0.01
     assert simulate(8, 30, tpot_s=60e-3, train_share_max=0.3, beside=True).share == pytest.approx(0.3, abs=0.04)
 
 

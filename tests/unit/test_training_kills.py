@@ -1,7 +1,7 @@
 """A job that dies at any durable write, by kill or power cut, or at any moment, ends as if it had not; nothing is torn.
 
 Fingerprints are of parameters, moments, number of updates, cursor and loss trace. 126 deaths at writes, 49 at those of
-a job that writes a checkpoint twice, by a kill and by a power cut in turn; 30 at random moments.
+a job that writes a checkpoint twice, by a kill and by a power cut in turn; 15 at random moments.
 ``FINEINFER_KILLS=1000`` for both at each write, and 1,000 of the latter.
 """
 
@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-NUM_KILLS = int(os.environ.get("FINEINFER_KILLS", "30"))
+NUM_KILLS = int(os.environ.get("FINEINFER_KILLS", "15"))
 
 
 def killed(folder: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
