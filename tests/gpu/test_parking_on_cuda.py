@@ -24,6 +24,7 @@ CONFIG = {
 
 
 def make_trainer(folder: Path) -> ParkableTrainer:
+    free_bytes()  # as the ladder does before a job: its tensors must not share a cached block with what stays
     (folder / "config.json").write_text(json.dumps(CONFIG))
     decoder = load_model(folder, dtype="bfloat16", device="cuda", load_format="dummy").decoder
     job_dir = folder / "job"
