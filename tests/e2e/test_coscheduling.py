@@ -11,7 +11,7 @@ import pytest
 from .conftest import LiveServer, chat_rows, live_server
 from .test_crash_and_resume import loss_trace, wait_step
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 def start_training(server: LiveServer, epochs: int = 50, suffix: str = "busy", **settings) -> str:
