@@ -232,14 +232,19 @@ class AdapterRegistry:
     def end_live(self, name: str, succeeded: bool) -> None:
         """Training is over: the name means what was registered.
 
-        After a success it means the live version until the job's result is registered, which is on its way: a version
-        that is current or of as late a step.
+        After a success it means the live version until the job's result is registered: a version of as late a step,
+        which may be here already, or one that comes from now on and is current.
         """
-        if succeeded and name in self._live:
+        live = self._live.get(name)
+        if succeeded and live is not None and not self._is_registered(name, live.step):
             self._ended.add(name)
         else:
             self._live.pop(name, None)
             self._ended.discard(name)
+
+    def _is_registered(self, name: str, step: int) -> bool:
+        """Whether the name has a version of this step or a later one that is not live."""
+        return any(other == name and known >= step for other, known in self._by_step)
 
     # ------------------------------------------------------------ where things are
 

@@ -31,6 +31,7 @@ from fineinfer.engine.settings import engine_settings
 from fineinfer.messages import LoraSpec
 from fineinfer.model.loader import read_spec
 from fineinfer.request import SamplingParams
+from fineinfer.scheduler.scheduler import MIN_PREFILL_ROWS
 from fineinfer.scheduler.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results" / "step_profile.csv"
@@ -100,8 +101,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         loop = build_engine(engine_settings(config, "base", f"ipc://{folder}/engine"), secrets.token_bytes(32))
         fill_adapters(loop, model, args.adapters)
+        num_output = 4 * DECODE_STEPS + args.rows * args.context // MIN_PREFILL_ROWS  # none ends before all have begun
         for i in range(args.rows):
-            sequence = add(loop, f"d{i}", args.context, 4 * DECODE_STEPS)
+            sequence = add(loop, f"d{i}", args.context, num_output)
             if args.adapters:
                 sequence.adapter_slot = i * args.adapters // args.rows
         while any(s.num_uncomputed > 1 for s in loop.parts.scheduler.running) or loop.parts.scheduler.waiting:
@@ -122,6 +124,8 @@ def main() -> int:
             kernel_times(decode, DECODE_STEPS),
             wall_us,
         )
+        if len(loop.parts.scheduler.running) < args.rows:
+            raise SystemExit(f"error: {args.rows} rows of {args.context} tokens do not fit at once")
         while not loop.parts.scheduler.is_idle():
             loop.step()
         walls = []

@@ -54,10 +54,11 @@ class AdapterTraffic:
         Returns:
             Whether a name means another version than before.
         """
+        changed = self._live.end_with(training)  # before what was answered to the job's end
         before = self._adapters.current() if self._waiting else None
         while self._waiting and self._apply(*self._waiting[0]):
             self._waiting.popleft()
-        changed = before is not None and before != self._adapters.current()
+        changed = changed or (before is not None and before != self._adapters.current())
         try:
             changed = self._live.follow(training) or changed
         except Exception:  # the job is served by its checkpoints then; requests must not suffer
@@ -132,18 +133,22 @@ class LiveAdapter:
         """The name that is served live."""
         return set() if self._job is None else {self._job.name}
 
+    def end_with(self, training: TrainingHost) -> bool:
+        """Serve the job no more if its training is over; whether the name may mean another version than before."""
+        ended = self._job is not None and self._trainer is not training.trainer
+        if ended:
+            self._end()
+        return ended
+
     def follow(self, training: TrainingHost) -> bool:
-        """Look at the job once a turn.
+        """Look at the job once a turn, after ``end_with``.
 
         Returns:
             Whether the name means another version than before.
         """
         job, trainer = training.job, training.trainer
-        ended = self._job is not None and self._trainer is not trainer
-        if ended:
-            self._end()
         if trainer is None or job is None or job.serve != "live" or job.job_id == self._given_up:
-            return ended
+            return False
         self._job, self._trainer = job, trainer
         if self._copy is not None:
             return self._serve(self._copy)

@@ -265,6 +265,11 @@ def test_live_versions_alternate_and_end(versions: list[tuple[str, Path]]) -> No
     assert serve(5)
     made.end_live("a", succeeded=False)
     assert made.current() == {"a": versions[2][0]}
+    assert serve(6)
+    made.register(entry(versions, 3, step=6))  # the last checkpoint, while the job is still to end
+    assert made.current() == {"a": "live-6"}
+    made.end_live("a", succeeded=True)
+    assert made.current() == {"a": versions[3][0]}
 
 
 class RegistryMachine(RuleBasedStateMachine):

@@ -229,6 +229,23 @@ def test_what_is_trained_is_served_after_each_update_and_requests_keep_theirs(
     assert len({o.adapter_version for o in harness.outputs["early"]}) == 1
 
 
+def test_a_result_that_is_registered_in_the_turn_of_the_job_s_end_takes_the_name(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None
+) -> None:
+    harness = make()
+    told = Told(harness)
+    harness.parts.training.start(live_job(tmp_path))
+    harness.loop.step()
+    while harness.parts.training.trainer is not None:
+        harness.loop.step()
+    assert told.of(JobEnded)[0].status == "succeeded"
+    result = told.of(JobCheckpoint)[-1]
+    harness.send(SetAdapter(name="lora", version=result.version, step=result.step, directory=result.directory))
+    for _ in range(5):  # its folder may be read meanwhile
+        harness.loop.step()
+    assert serving(harness) == result.version
+
+
 def test_an_older_checkpoint_does_not_move_a_live_name_back_and_a_cancelled_job_does(
     make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
