@@ -235,16 +235,12 @@ class AdapterRegistry:
         After a success it means the live version until the job's result is registered: a version of as late a step,
         which may be here already, or one that comes from now on and is current.
         """
-        live = self._live.get(name)
-        if succeeded and live is not None and not self._is_registered(name, live.step):
+        live, known_steps = self._live.get(name), [step for other, step in self._by_step if other == name]
+        if succeeded and live is not None and max(known_steps, default=-1) < live.step:
             self._ended.add(name)
         else:
             self._live.pop(name, None)
             self._ended.discard(name)
-
-    def _is_registered(self, name: str, step: int) -> bool:
-        """Whether the name has a version of this step or a later one that is not live."""
-        return any(other == name and known >= step for other, known in self._by_step)
 
     # ------------------------------------------------------------ where things are
 
