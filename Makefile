@@ -35,11 +35,12 @@ lint: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Tests share the cores, but for those that measure waiting times or memory. 5: ARGS chose none of them.
+# Tests share the cores, but for those that measure waiting times. 5: ARGS chose none of them.
+LONGEST := tests/e2e/test_greedy_equality.py
 SHARED := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
 test: install
 	$(SHARED) tests/unit $(ARGS) || [ $$? = 5 ]
-	$(SHARED) --no-loadscope-reorder tests/e2e -m "not alone" $(ARGS) || [ $$? = 5 ]
+	$(SHARED) --no-loadscope-reorder $(LONGEST) tests/e2e -m "not alone" $(ARGS) || [ $$? = 5 ]
 	$(BIN)/pytest tests/e2e -m alone $(ARGS) || [ $$? = 5 ]
 
 # The kernel tests of tests/unit too: on a GPU they run the compiled kernels instead of the interpreter.

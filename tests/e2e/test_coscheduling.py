@@ -11,7 +11,8 @@ import pytest
 from .conftest import LiveServer, chat_rows, live_server
 from .test_crash_and_resume import loss_trace, wait_step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
+alone = pytest.mark.alone
 
 
 def start_training(server: LiveServer, epochs: int = 50, suffix: str = "busy", **settings) -> str:
@@ -71,11 +72,13 @@ def inference_first(tiny_model, tmp_path_factory):
         return waits(server, 8), longest_mean_slice(server), trained_under_load(server, 4.0)
 
 
+@alone
 def test_a_request_in_mid_training_starts_after_a_slice(inference_first, capsys):
     measured, slice_s, _ = inference_first
     check_waits(measured, slice_s, "inference-first", 0.0, capsys)
 
 
+@alone
 def test_a_deferred_request_starts_within_the_bound(tiny_model, tmp_path, capsys):
     flags = ("--policy", "deferred", "--deferral-bound-s", "0.8", "--served-model-name", "tiny")
     with live_server(tmp_path, str(tiny_model), *flags) as server:
@@ -118,6 +121,7 @@ def trained_under_load(server: LiveServer, seconds: float) -> float:
     return trained
 
 
+@alone
 def test_slo_trains_under_constant_load(tiny_model, inference_first, tmp_path, capsys):
     trained = {"inference-first": inference_first[2]}
     with live_server(tmp_path, str(tiny_model), "--policy", "slo", "--served-model-name", "tiny") as server:

@@ -18,7 +18,7 @@ def prompts(tokenizer) -> list[list[int]]:
     root = Path(__file__).resolve().parents[2]
     text = "\n\n".join((root / name).read_text() for name in ("README.md", "LICENSE", "CONTRIBUTING.md"))
     ids, rng = tokenizer(text)["input_ids"], random.Random(11)
-    about = rng.choices([5, 17, 40, 90, 180, 300], weights=[4, 4, 4, 2, 1, 1], k=NUM_PROMPTS)
+    about = rng.choices([5, 17, 40, 90, 180, 300], weights=[12, 12, 8, 4, 1, 1], k=NUM_PROMPTS)
     lengths = [length + rng.randrange(9) for length in about]
     return [ids[start : start + n] for n in lengths for start in [rng.randrange(len(ids) - n)]]
 

@@ -10,7 +10,7 @@ import pytest
 from ..waiting import until
 from .conftest import live_server
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 
 def test_the_budget_changes_while_requests_are_served(tiny_model, tmp_path):
