@@ -75,7 +75,7 @@ class AdapterRegistry:
         self._current: dict[str, AdapterVersion] = {}
         self._live: dict[str, AdapterVersion] = {}
         self._pinned: set[str] = set()
-        self._ended: set[str] = set()  # live names whose training has succeeded: the result is yet to be registered
+        self._ended: set[str] = set()  # live names without training: its result is yet to be registered
         self._by_step: dict[tuple[str, int], AdapterVersion] = {}
         self._directories: dict[str, Path] = {}  # by version; outlives the names, since requests hold versions
         self._claim: tuple[str, int] | None = None  # a version that waits too long, and the slot that is drained for it
@@ -109,7 +109,7 @@ class AdapterRegistry:
         self._by_step[entry.name, entry.step] = entry
         live = self._live.get(entry.name)
         if live is not None and entry.name in self._ended and (current or entry.step >= live.step):
-            self.end_live(entry.name, succeeded=False)
+            self.end_live(entry.name, awaited=False)
         if current:
             self._current[entry.name] = entry
             (self._pinned.add if pinned else self._pinned.discard)(entry.name)
@@ -139,7 +139,7 @@ class AdapterRegistry:
     def remove(self, name: str) -> None:
         """Forget every version of a name; versions in use stay loaded until they are released."""
         self._current.pop(name, None)
-        self.end_live(name, succeeded=False)
+        self.end_live(name, awaited=False)
         self._pinned.discard(name)
         self._by_step = {key: entry for key, entry in self._by_step.items() if key[0] != name}
 
@@ -229,14 +229,14 @@ class AdapterRegistry:
         self._ended.discard(entry.name)
         self.release(entry.version)
 
-    def end_live(self, name: str, succeeded: bool) -> None:
-        """Training is over: the name means what was registered.
+    def end_live(self, name: str, awaited: bool) -> None:
+        """Training is over, or stops for a while: the name means what was registered.
 
-        After a success it means the live version until the job's result is registered: a version of as late a step,
-        which may be here already, or one that comes from now on and is current.
+        If a version of its last update is ``awaited``, it means the live one until that is registered: one of as late a
+        step, which may be here already, or one that comes from now on and is current.
         """
         live, known_steps = self._live.get(name), [step for other, step in self._by_step if other == name]
-        if succeeded and live is not None and max(known_steps, default=-1) < live.step:
+        if awaited and live is not None and max(known_steps, default=-1) < live.step:
             self._ended.add(name)
         else:
             self._live.pop(name, None)

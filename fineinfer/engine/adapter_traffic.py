@@ -188,8 +188,9 @@ class LiveAdapter:
             if self._copy.done is not None:  # whatever uses the slot next may do so on another stream
                 self._copy.done.synchronize()  # type: ignore[no-untyped-call]
             self._adapters.release(self._copy.entry.version)
-        if self._job is not None:
-            self._adapters.end_live(self._job.name, self._trainer is not None and self._trainer.finished)
+        if self._job is not None and self._trainer is not None:
+            awaited = self._trainer.finished or (self._trainer.has_left and self._trainer.step > 0)
+            self._adapters.end_live(self._job.name, awaited)
         self._job, self._trainer, self._copy, self._step, self._not_before_s = None, None, None, -1, 0.0
         self._num_runs += 1
 
@@ -202,5 +203,5 @@ class LiveAdapter:
         self._num_runs += 1
         if job is not None:
             self._given_up = job.job_id
-            self._adapters.end_live(job.name, succeeded=False)
+            self._adapters.end_live(job.name, awaited=False)
         return job is not None

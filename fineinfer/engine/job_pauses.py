@@ -42,22 +42,3 @@ def give_back(trainer: ParkableTrainer) -> bool:
     with contextlib.suppress(TrainingError, RuntimeError, MemoryError):
         trainer.save_and_leave()
     return False
-
-
-def write_resume_point(trainer: ParkableTrainer) -> Future[None]:
-    """``leave``; if host memory is too short for that, now and from the device.
-
-    Raises:
-        TrainingError: The adapter is not finite.
-    """
-    try:
-        return trainer.leave()
-    except (RuntimeError, MemoryError) as error:
-        logger.warning("job %s is written from the device: %s", trainer.job_id, error)
-    done: Future[None] = Future()
-    try:
-        trainer.save_and_leave()
-        done.set_result(None)
-    except Exception as error:
-        done.set_exception(error)
-    return done

@@ -20,7 +20,7 @@ from fineinfer.engine.job_memory import (
     why_state_too_large,
     why_too_large,
 )
-from fineinfer.engine.job_pauses import Pausing, give_back, write_resume_point
+from fineinfer.engine.job_pauses import Pausing, give_back
 from fineinfer.engine.job_reports import JobReports, succeeded
 from fineinfer.engine.memory_ladder import MemoryLadder
 from fineinfer.engine.outbox import Outbox
@@ -169,7 +169,7 @@ class TrainingHost:
             self.reports.ended_by(job.job_id, reason, "paused")
             return
         try:
-            written = write_resume_point(trainer)
+            written = trainer.leave()
         except Exception as error:
             self._fail(error)
             return

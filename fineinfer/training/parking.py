@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fineinfer.training.step import Unit
 from fineinfer.training.streams import current_stream, on_own_stream
 from fineinfer.training.trainer import Trainer, UnitReport
 
+logger = logging.getLogger(__name__)
 IN_HOST_MEMORY = ("cuda",)  # devices whose jobs are parked there; elsewhere it is the same memory, so on disk
 
 
@@ -35,9 +37,11 @@ class ParkableTrainer(Trainer):
 
     Attributes:
         stream: Where its work goes: the stream that was current when it was made; None on a device without streams.
+        has_left: ``leave`` was called: a version of its last update is on its way, or the one that there is.
     """
 
     stream: torch.cuda.Stream | None = None
+    has_left = False
     _parked = False
     _host_copy: _HostCopy | None = None
 
@@ -156,11 +160,19 @@ class ParkableTrainer(Trainer):
         """Free all that the job holds on the device and save a resume point, for a job that is to end but not for good.
 
         On a GPU masters and moments go to host memory and are written from there beside requests; the result tells when
-        that is done, or failed. Elsewhere it is done now, and ``close`` frees the memory.
+        that is done, or failed. Elsewhere, or if host memory is too short for that, it is done now from where they are,
+        and ``close`` frees the memory.
+
+        Raises:
+            TrainingError: The adapter is not finite.
         """
+        self.has_left = True
         if self._writer is not None and self._context.decoder.device.type in IN_HOST_MEMORY:
-            self.park()
-            return self._writer.submit(self.save_and_leave)  # behind a checkpoint that is being written
+            try:
+                self.park()
+                return self._writer.submit(self.save_and_leave)  # behind a checkpoint that is being written
+            except (RuntimeError, MemoryError) as error:
+                logger.warning("job %s is written from the device: %s", self.job_id, error)
         done: Future[None] = Future()
         try:
             self.save_and_leave()

@@ -248,7 +248,7 @@ def test_live_versions_alternate_and_end(versions: list[tuple[str, Path]]) -> No
     made.release("live-1")
     assert held is not None and serve(3) and made.acquire("live-3") == held
     made.release("live-3")
-    made.end_live("a", succeeded=True)
+    made.end_live("a", awaited=True)
     made.acquire(versions[0][0])
     assert made.acquire(versions[1][0]) is None, "the live version stays until the result is registered"
     made.register(entry(versions, 2, step=3))
@@ -257,18 +257,18 @@ def test_live_versions_alternate_and_end(versions: list[tuple[str, Path]]) -> No
     made.release(versions[0][0])
     made.release(versions[1][0])
     assert serve(4)
-    made.end_live("a", succeeded=True)
+    made.end_live("a", awaited=True)
     made.register(entry(versions, 3, step=2), current=False)
     assert made.current() == {"a": "live-4"}
     made.register(entry(versions, 3, step=4), current=False)  # the result is no better: it is not current
     assert made.current() == {"a": versions[2][0]}
     assert serve(5)
-    made.end_live("a", succeeded=False)
+    made.end_live("a", awaited=False)
     assert made.current() == {"a": versions[2][0]}
     assert serve(6)
     made.register(entry(versions, 3, step=6))  # the last checkpoint, while the job is still to end
     assert made.current() == {"a": "live-6"}
-    made.end_live("a", succeeded=True)
+    made.end_live("a", awaited=True)
     assert made.current() == {"a": versions[3][0]}
 
 
