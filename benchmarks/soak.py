@@ -8,7 +8,8 @@ depend on its neighbours. Clients ask the base model and adapters, whole and str
 leave in mid-answer. Meanwhile jobs are created, paused, resumed and cancelled, names are rolled back, and the memory
 budget moves between 70 and 100 %. Wrong is: an answer that differs from the first one of the same version to the same
 question (of the base model: from the one before all began), an error that no client caused, a request that is left over
-at the end. Prints counts and everything that was wrong; exits with 1 if anything was.
+at the end, a name that then means another version than is listed. Prints counts and everything that was wrong; exits
+with 1 if anything was.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Soak:
                 name = rng.choice([model["id"] for model in listed])
                 await self.ask(name, question, length, None)
 
-    async def ask(self, model: str, question: str, length: int, seed: int | None) -> None:
-        """Ask, and compare the answer with what this version said before."""
+    async def ask(self, model: str, question: str, length: int, seed: int | None) -> str | None:
+        """Ask, and compare the answer with what this version said before; the version, None without an answer."""
         body: dict[str, Any] = {
             "model": model, "messages": [{"role": "user", "content": question}], "max_tokens": length,
             "ignore_eos": True, "return_token_ids": True, "temperature": 0.0,
@@ -102,7 +103,7 @@ class Soak:
         answer = await self._http.post("/v1/chat/completions", json=body)
         if answer.status_code != 200:
             self._refused(answer, model)
-            return
+            return None
         said = answer.json()
         ids, version = said["choices"][0]["token_ids"], said.get("adapter_version", "base")
         before = self._known.setdefault((version, question, seed), ids)
@@ -113,6 +114,7 @@ class Soak:
             self._known[version, question, seed] = ids
         self.counts["answers of the base model" if version == "base" else "answers of adapters"] += 1
         self.counts["of them while training"] += "training_ms" in said
+        return str(version)
 
     def _refused(self, answer: httpx.Response, model: str) -> None:
         """A full server may say so; a version that was thinned out is gone; all else is wrong."""
@@ -188,6 +190,11 @@ class Soak:
         left = {name: values[f"num_requests_{name}"] for name in ("running", "waiting")}
         if any(left.values()):
             self.wrong.append(f"requests at the end: {left}")
+        for model in (await self._http.get("/v1/models")).json()["data"]:
+            listed = (model.get("fineinfer") or {}).get("version")
+            if listed is not None and (got := await self.ask(model["id"], QUESTIONS[0], LONGEST, None)) != listed:
+                self.wrong.append(f"{model['id']} is version {listed}, but {got} answers at the end")
+            self.counts["names asked at the end"] += listed is not None
         for question in QUESTIONS:
             await self.ask(self.base, question, LONGEST, None)
 
