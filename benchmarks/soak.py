@@ -56,6 +56,7 @@ class Soak:
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.base = ""
+        self._num_jobs = 0
 
     async def begin(self) -> None:
         """Train an adapter and ask everything once while nothing else happens."""
@@ -73,7 +74,8 @@ class Soak:
     async def _create(self, settings: dict[str, object]) -> httpx.Response:
         method = {"type": "supervised", "supervised": {"hyperparameters": settings}}
         body = {"model": self.base, "training_file": self._file_id, "method": method}
-        body |= {"suffix": f"soak-{self._rng.randrange(3)}"}
+        self._num_jobs += 1  # a name belongs to the job that has it
+        body |= {"suffix": f"soak-{self._num_jobs}"}
         return await self._http.post("/v1/fine_tuning/jobs", json=body)
 
     # ------------------------------------------------------------ clients
@@ -154,7 +156,7 @@ class Soak:
         jobs = (await self._http.get("/v1/fine_tuning/jobs", params={"limit": 20})).json()["data"]
         open_jobs = [job for job in jobs if job["status"] in STATES]
         if len(open_jobs) < 2:
-            settings = {"n_epochs": 2, "batch_size": 4, "save_steps": 5, "max_seq_length": 128}
+            settings = {"n_epochs": 1, "batch_size": 4, "save_steps": 5, "max_seq_length": 128}
             settings |= {"serve_while_training": self._rng.choice(("checkpoint", "live", "off"))}
             self._changed("create", await self._create(settings))
             return
