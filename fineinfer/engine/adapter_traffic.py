@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,13 +53,12 @@ class AdapterTraffic:
         """Apply what can be applied, and serve what training has finished.
 
         Returns:
-            Whether a name means another version than before.
+            Whether a name may mean another version than before.
         """
         changed = self._live.end_with(training)  # before what was answered to the job's end
-        before = self._adapters.current() if self._waiting else None
         while self._waiting and self._apply(*self._waiting[0]):
             self._waiting.popleft()
-        changed = changed or (before is not None and before != self._adapters.current())
+            changed = True
         try:
             changed = self._live.follow(training) or changed
         except Exception:  # the job is served by its checkpoints then; requests must not suffer
@@ -68,8 +68,7 @@ class AdapterTraffic:
         return changed
 
     def _expect(self) -> None:
-        names = {message.name for _, message in self._waiting if isinstance(message, SetAdapter)}
-        self._adapters.expected = names | self._live.names()
+        self._adapters.expected = self._live.names() | {m.name for _, m in self._waiting if isinstance(m, SetAdapter)}
 
     def _apply(self, peer: bytes, message: AdapterMessage) -> bool:
         """False if it must be tried again."""
@@ -123,6 +122,7 @@ class LiveAdapter:
         self._not_before_s = 0.0
         self._num_runs = 0  # ended: a job that goes on may train a step once more, which gets a version of its own
         self._given_up: str | None = None
+        self._paused: tuple[str, Future[None]] | None = None  # a name whose last update is being written
 
     @property
     def copying(self) -> bool:
@@ -138,6 +138,10 @@ class LiveAdapter:
         ended = self._job is not None and self._trainer is not training.trainer
         if ended:
             self._end()
+        if self._paused is not None and self._paused[1].done():
+            (name, written), self._paused = self._paused, None
+            if written.exception() is not None:
+                self._adapters.end_live(name, awaited=False)
         return ended
 
     def follow(self, training: TrainingHost) -> bool:
@@ -168,8 +172,7 @@ class LiveAdapter:
                 self._step, self._copy = step, _Copy(entry, largest, done)
                 if done is not None:
                     done.record()  # type: ignore[no-untyped-call]
-        took_s = time.perf_counter() - started_s
-        self._not_before_s = time.perf_counter() + took_s * (1 / LIVE_COST - 1)
+        self._not_before_s = started_s + (time.perf_counter() - started_s) / LIVE_COST
         return self._copy is not None and self._serve(self._copy)
 
     def _serve(self, copy: _Copy) -> bool:
@@ -189,8 +192,9 @@ class LiveAdapter:
                 self._copy.done.synchronize()  # type: ignore[no-untyped-call]
             self._adapters.release(self._copy.entry.version)
         if self._job is not None and self._trainer is not None:
-            awaited = self._trainer.finished or (self._trainer.has_left and self._trainer.step > 0)
-            self._adapters.end_live(self._job.name, awaited)
+            written = self._trainer.leaving if self._trainer.step > 0 else None
+            self._adapters.end_live(self._job.name, self._trainer.finished or written is not None)
+            self._paused = None if written is None else (self._job.name, written)
         self._job, self._trainer, self._copy, self._step, self._not_before_s = None, None, None, -1, 0.0
         self._num_runs += 1
 

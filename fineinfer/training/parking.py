@@ -37,11 +37,11 @@ class ParkableTrainer(Trainer):
 
     Attributes:
         stream: Where its work goes: the stream that was current when it was made; None on a device without streams.
-        has_left: ``leave`` was called: a version of its last update is on its way, or the one that there is.
+        leaving: What ``leave`` returned; unless it fails there will be a version of the last update.
     """
 
     stream: torch.cuda.Stream | None = None
-    has_left = False
+    leaving: Future[None] | None = None
     _parked = False
     _host_copy: _HostCopy | None = None
 
@@ -166,14 +166,14 @@ class ParkableTrainer(Trainer):
         Raises:
             TrainingError: The adapter is not finite.
         """
-        self.has_left = True
         if self._writer is not None and self._context.decoder.device.type in IN_HOST_MEMORY:
             try:
                 self.park()
-                return self._writer.submit(self.save_and_leave)  # behind a checkpoint that is being written
+                self.leaving = self._writer.submit(self.save_and_leave)  # behind a checkpoint that is being written
+                return self.leaving
             except (RuntimeError, MemoryError) as error:
                 logger.warning("job %s is written from the device: %s", self.job_id, error)
-        done: Future[None] = Future()
+        self.leaving = done = Future[None]()
         try:
             self.save_and_leave()
             done.set_result(None)

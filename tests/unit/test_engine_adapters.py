@@ -27,6 +27,9 @@ from fineinfer.messages import (
     SetAdapter,
     StartJob,
 )
+from fineinfer.training.checkpoint import CheckpointError
+from fineinfer.training.errors import TrainingError
+from fineinfer.training.parking import ParkableTrainer
 
 from ..waiting import LIMIT_S
 from .engine_harness import Harness, publish
@@ -323,6 +326,32 @@ def test_a_live_name_waits_for_what_a_pause_writes(
     for _ in range(5):
         harness.loop.step()
     assert serving(harness) == result.version
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CheckpointError("full"), "paused"), (TrainingError("nan", "non_finite"), "failed")]
+)
+def test_a_live_name_goes_back_if_a_pause_cannot_be_written(
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch,
+    error: TrainingError, status: str,
+) -> None:  # fmt: skip
+    harness = make()
+    told = Told(harness)
+    harness.parts.training.start(live_job(tmp_path))
+    train_until(harness, 3)
+    (checkpoint,) = told.of(JobCheckpoint)
+    harness.send(SetAdapter(name="lora", version=checkpoint.version, step=2, directory=checkpoint.directory))
+    harness.loop.step()
+    assert serving(harness) == "live-job-3"
+
+    def fail(self: ParkableTrainer) -> None:
+        raise error
+
+    monkeypatch.setattr(ParkableTrainer, "save_and_leave", fail)
+    harness.send(PauseJob(job_id="job"))
+    harness.loop.step()
+    harness.loop.step()
+    assert told.of(JobEnded)[-1].status == status and serving(harness) == checkpoint.version
 
 
 @pytest.mark.parametrize("where", ["norm", "place"])
