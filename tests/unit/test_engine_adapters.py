@@ -27,9 +27,11 @@ from fineinfer.messages import (
     SetAdapter,
     StartJob,
 )
+from fineinfer.training import parking
 from fineinfer.training.checkpoint import CheckpointError
 from fineinfer.training.errors import TrainingError
 from fineinfer.training.parking import ParkableTrainer
+from fineinfer.training.trainer_checkpoints import TrainerCheckpoints
 
 from ..waiting import LIMIT_S
 from .engine_harness import Harness, publish
@@ -302,19 +304,35 @@ def test_a_live_job_that_pauses_and_goes_on_is_served_again(
     assert harness.parts.adapters.num_pinned() == 0
 
 
+@pytest.fixture(params=["at once", "beside requests"])
+def pauses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pause is written: in the engine's turn, or, as on a GPU, from host memory by a thread."""
+    if request.param == "beside requests":
+        monkeypatch.setattr(parking, "IN_HOST_MEMORY", ("cpu",))
+        begin = TrainerCheckpoints._begin_checkpoints
+        monkeypatch.setattr(TrainerCheckpoints, "_begin_checkpoints", lambda self: (begin(self), self._write_beside()))
+
+
+def turns_until_paused(harness: Harness, told: Told) -> list[str | None]:
+    """What the name means after each turn until the job has ended, and after two more."""
+    seen, left = [], 2
+    while left:
+        harness.loop.step()
+        seen.append(serving(harness))
+        left -= bool(told.of(JobEnded))
+    return seen
+
+
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_a_live_name_waits_for_what_a_pause_writes(
-    make: Callable[..., Harness], tmp_path: Path, every_update: None, step: int
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, pauses: None, step: int
 ) -> None:
     harness = make()
     told = Told(harness)
     harness.parts.training.start(live_job(tmp_path))
     train_until(harness, step)
     harness.send(PauseJob(job_id="job"))
-    seen = []
-    for _ in range(3):
-        harness.loop.step()
-        seen.append(serving(harness))
+    seen = turns_until_paused(harness, told)
     assert [ended.status for ended in told.of(JobEnded)] == ["paused"]
     if step == 0:  # nothing was learnt, nothing is written
         assert seen[-1] is None and not told.of(JobCheckpoint)
@@ -332,7 +350,7 @@ def test_a_live_name_waits_for_what_a_pause_writes(
     ("error", "status"), [(CheckpointError("full"), "paused"), (TrainingError("nan", "non_finite"), "failed")]
 )
 def test_a_live_name_goes_back_if_a_pause_cannot_be_written(
-    make: Callable[..., Harness], tmp_path: Path, every_update: None, monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., Harness], tmp_path: Path, every_update: None, pauses: None, monkeypatch: pytest.MonkeyPatch,
     error: TrainingError, status: str,
 ) -> None:  # fmt: skip
     harness = make()
@@ -349,8 +367,7 @@ def test_a_live_name_goes_back_if_a_pause_cannot_be_written(
 
     monkeypatch.setattr(ParkableTrainer, "save_and_leave", fail)
     harness.send(PauseJob(job_id="job"))
-    harness.loop.step()
-    harness.loop.step()
+    turns_until_paused(harness, told)
     assert told.of(JobEnded)[-1].status == status and serving(harness) == checkpoint.version
 
 
