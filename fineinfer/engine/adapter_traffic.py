@@ -55,15 +55,15 @@ class AdapterTraffic:
         Returns:
             Whether a name may mean another version than before.
         """
-        changed = self._live.end_with(training)  # before what was answered to the job's end
-        while self._waiting and self._apply(*self._waiting[0]):
-            self._waiting.popleft()
-            changed = True
         try:
+            changed = self._live.end_with(training)  # before what was answered to the job's end
+            while self._waiting and self._apply(*self._waiting[0]):
+                self._waiting.popleft()
+                changed = True
             changed = self._live.follow(training) or changed
         except Exception:  # the job is served by its checkpoints then; requests must not suffer
             logger.exception("live serving of a job broke; its checkpoints are served")
-            changed = self._live.give_up() or changed
+            changed = self._live.give_up()
         self._expect()
         return changed
 
@@ -139,9 +139,9 @@ class LiveAdapter:
         if ended:
             self._end()
         if self._paused is not None and self._paused[1].done():
-            (name, written), self._paused = self._paused, None
-            if written.exception() is not None:
-                self._adapters.end_live(name, awaited=False)
+            if self._paused[1].exception() is not None:
+                self._adapters.end_live(self._paused[0], awaited=False)
+            self._paused = None
         return ended
 
     def follow(self, training: TrainingHost) -> bool:
