@@ -203,11 +203,12 @@ def test_a_live_name_goes_back_if_a_pause_cannot_be_written(
     error: TrainingError, status: str,
 ) -> None:  # fmt: skip
     harness, told = train_live(make, tmp_path)
-    train_until(harness, 3)
+    while not told.of(JobCheckpoint):  # a thread may write it
+        harness.loop.step()
     (checkpoint,) = told.of(JobCheckpoint)
     harness.send(SetAdapter(name="lora", version=checkpoint.version, step=2, directory=checkpoint.directory))
-    harness.loop.step()
-    assert serving(harness) == "live-job-3"
+    train_until(harness, 3)
+    assert serving(harness) in ("live-job-3", "live-job-4")
 
     def fail(self: ParkableTrainer) -> None:
         raise error
